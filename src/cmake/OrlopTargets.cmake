@@ -1,0 +1,43 @@
+# Requirements that every target of the project shares, and one function per kind of target.
+
+add_library(orlop_requirements INTERFACE)
+target_compile_features(orlop_requirements INTERFACE cxx_std_20)
+target_compile_options(orlop_requirements INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Werror -Wconversion -ffp-contract=off
+                            -fvisibility=hidden -fvisibility-inlines-hidden>)
+target_include_directories(orlop_requirements INTERFACE
+  ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR})
+if(ORLOP_SANITIZE)
+  target_compile_options(orlop_requirements INTERFACE
+    $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${ORLOP_SANITIZE} -fno-omit-frame-pointer>)
+  target_link_options(orlop_requirements INTERFACE -fsanitize=${ORLOP_SANITIZE})
+endif()
+
+# One static library per folder, named after it.
+function(orlop_library name)
+  cmake_parse_arguments(arg "" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
+  add_library(${name} STATIC ${arg_SOURCES})
+  set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_link_libraries(${name} PUBLIC orlop_requirements ${arg_DEPENDS}
+                        PRIVATE ${arg_PRIVATE_DEPENDS})
+endfunction()
+
+# A GoogleTest executable that ctest runs as one test. LABELS: unit, integration, gpu, ...
+function(orlop_test name)
+  cmake_parse_arguments(arg "" "TIMEOUT" "SOURCES;DEPENDS;LABELS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS} GTest::gmock
+                        GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT})
+endfunction()
+
+# A measuring program; not run by ctest.
+function(orlop_bench name)
+  cmake_parse_arguments(arg "" "" "SOURCES;DEPENDS" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS})
+endfunction()
