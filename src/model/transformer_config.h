@@ -8,7 +8,8 @@
 
 namespace orlop {
 
-// Rotary embedding: inverse frequencies per pair, with any scaling (Llama 3, linear) already applied.
+// Rotary embedding: inverse frequencies per pair, with any scaling (Llama 3, linear) already
+// applied.
 struct RopeConfig {
   bool enabled = false;
   double theta = 10000.0;
@@ -29,15 +30,15 @@ struct TransformerConfig {
   int64_t intermediate = 0;
   int64_t max_positions = 0;
   float norm_eps = 1e-5f;
-  bool layer_norm = false;           // LayerNorm with bias; else RMSNorm
+  bool layer_norm = false;  // LayerNorm with bias; else RMSNorm
   Activation activation = Activation::kSwiGlu;
   bool qkv_bias = false;
   bool attention_out_bias = false;
   bool mlp_bias = false;
-  bool qk_norm = false;              // RMSNorm on every query and key head (Qwen3)
-  bool learned_positions = false;    // GPT-2
+  bool qk_norm = false;            // RMSNorm on every query and key head (Qwen3)
+  bool learned_positions = false;  // GPT-2
   bool tied_embeddings = false;
-  bool transposed_linear = false;    // GPT-2's Conv1D: weights are stored (in, out)
+  bool transposed_linear = false;  // GPT-2: Conv1D weights stored (in, out), fused qkv, its names
   RopeConfig rope;
 
   int64_t q_width() const { return heads * head_dim; }
