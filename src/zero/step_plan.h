@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/bytes.h"
 #include "model/block.h"
 #include "model/param_layout.h"
 #include "orlop/types.h"
@@ -124,6 +125,11 @@ struct PlanOp {
 struct StepPlan {
   std::vector<PlanOp> ops;
   std::vector<PlanBuffer> buffers;
+  // Persistent buffers that every plan of an engine has.
+  int rope = -1;
+  int norm_sums = -1;
+  int scalars = -1;
+  int host_scalars = -1;
   size_t device_bytes = 0;  // the device arena
   size_t host_bytes = 0;    // the pinned host arena
 
@@ -135,6 +141,15 @@ struct StepPlan {
   // One line per operation; what golden tests compare.
   std::string to_text(const PlanInput& input) const;
 };
+
+// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
+inline constexpr size_t kLossScaleOffset = kDeviceAlignment;  // fp32: loss scale over labelled tokens
+inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam
+
+// What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
+constexpr size_t first_nonfinite_offset(size_t params) {
+  return align_up(params * sizeof(double), kDeviceAlignment);
+}
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with one
 // micro-batch. Persistent buffers and their offsets are the same for every number of micro-batches and

@@ -10,8 +10,6 @@
 namespace orlop {
 namespace {
 
-constexpr size_t kScalarsBytes = 2 * kDeviceAlignment;  // StepScalars; the loss scale behind it
-
 // One stay of a block on the compute queue: all micro-batches of a wave go through it.
 struct Visit {
   int block;
@@ -85,11 +83,12 @@ class Builder {
 
   void add_persistent_buffers() {
     const int params = static_cast<int>(params_.size());
-    const size_t sums_bytes = 2 * align_up(params_.size() * sizeof(double), kDeviceAlignment);
     rope_ = add_buffer(BufferKind::kRope, input_.rope_bytes, Tier::kDevice, true);
-    sums_ = add_buffer(BufferKind::kNormSums, sums_bytes, Tier::kDevice, true);
-    scalars_ = add_buffer(BufferKind::kScalars, kScalarsBytes, Tier::kDevice, true);
-    host_scalars_ = add_buffer(BufferKind::kScalars, kScalarsBytes, Tier::kHost, true);
+    sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()), Tier::kDevice,
+                       true);
+    scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
+    host_scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset + params_.size() * sizeof(uint32_t),
+                               Tier::kHost, true);
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
@@ -380,6 +379,10 @@ class Builder {
       const bool is_read_at_end = buffer.kind == BufferKind::kLoss && buffer.tier == Tier::kHost;
       if (buffer.persistent || is_read_at_end) buffer.last_op = last;
     }
+    plan_.rope = rope_;
+    plan_.norm_sums = sums_;
+    plan_.scalars = scalars_;
+    plan_.host_scalars = host_scalars_;
     assign_offsets(plan_);
     derive_waits(plan_);
     return std::move(plan_);
