@@ -13,7 +13,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool exists(const fs::path& path) {
+bool is_present(const fs::path& path) {
   std::error_code error;
   return fs::exists(path, error);
 }
@@ -68,13 +68,13 @@ SafetensorsReader::SafetensorsReader(const fs::path& file_or_folder) : source_(f
     open_file(source_);
     return;
   }
-  if (const fs::path single = source_ / kSafetensorsFileName; exists(single)) {
+  if (const fs::path single = source_ / kSafetensorsFileName; is_present(single)) {
     open_file(single);
     return;
   }
   const fs::path index = source_ / kSafetensorsIndexName;
-  check(exists(index), ErrorCode::kInvalidData, "'{}' holds neither {} nor {}", source_.string(),
-        kSafetensorsFileName, kSafetensorsIndexName);
+  check(is_present(index), ErrorCode::kInvalidData, "'{}' holds neither {} nor {}",
+        source_.string(), kSafetensorsFileName, kSafetensorsIndexName);
   open_shards(index);
 }
 
@@ -96,7 +96,7 @@ void SafetensorsReader::open_shards(const fs::path& index_path) {
   for (const auto& [tensor, shard] : weight_map) shards.insert(shard);
   for (const std::string& shard : shards) {
     const fs::path path = source_ / shard;
-    check(exists(path), ErrorCode::kInvalidData, "'{}' names the file '{}', which is missing",
+    check(is_present(path), ErrorCode::kInvalidData, "'{}' names the file '{}', which is missing",
           index_path.string(), shard);
     open_file(path);
   }
@@ -117,8 +117,10 @@ void SafetensorsReader::open_shards(const fs::path& index_path) {
 
 void SafetensorsReader::add(TensorInfo tensor) {
   const auto [known, added] = by_name_.emplace(tensor.name, tensors_.size());
-  check(added, ErrorCode::kInvalidData, "tensor '{}' is both in '{}' and in '{}'", tensor.name,
-        paths_[tensors_[known->second].file_index].string(), paths_[tensor.file_index].string());
+  if (!added) {
+    fail(ErrorCode::kInvalidData, "tensor '{}' is both in '{}' and in '{}'", tensor.name,
+         paths_[tensors_[known->second].file_index].string(), paths_[tensor.file_index].string());
+  }
   tensors_.push_back(std::move(tensor));
 }
 
