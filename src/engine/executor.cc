@@ -244,7 +244,7 @@ void Executor::issue_block(Walk& walk, const PlanOp& op, Queue& queue) {
                        .grads = {grads.data(), op.kind == OpKind::kBackward ? count : 0},
                        .workspace = device(BufferKind::kWorkspace),
                        .rope = reinterpret_cast<const float*>(device(BufferKind::kRope))};
-  const std::byte* input = nullptr;
+  std::byte* input = nullptr;
   std::byte* output = nullptr;
   for (const BufferUse& use : op.uses) {
     const PlanBuffer& buffer = plan.buffer(use);
