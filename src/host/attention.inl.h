@@ -1,5 +1,5 @@
-// Causal attention of one head in fp32, in blocks that stay in the second-level cache; never the whole
-// score matrix (Dao et al. 2022). Included after kernels.inl.h.
+// Causal attention of one head in fp32, in blocks that stay in the second-level cache; never the
+// whole score matrix (Dao et al. 2022). Included after kernels.inl.h.
 
 // A register tile of the block product: R rows by V registers.
 typedef float Lanes __attribute__((vector_size(4 * ORLOP_LANES), aligned(4), may_alias));
@@ -63,14 +63,16 @@ inline void zero(float* to, int64_t n) {
 
 // (rows, width) elements to fp32 rows of `ld` >= width, the rest of each row zero.
 template <typename T>
-void load_rows(const void* from, int64_t stride, int64_t rows, int64_t width, float* to, int64_t ld) {
+void load_rows(const void* from, int64_t stride, int64_t rows, int64_t width, float* to,
+               int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
     widen<T>(elements<T>(from) + r * stride, to + r * ld, width);
     zero(to + r * ld + width, ld - width);
   }
 }
 
-// (rows, width) elements to (width, kTile) fp32, multiplied by `factor`; columns from `rows` on are zero.
+// (rows, width) elements to (width, kTile) fp32, multiplied by `factor`; columns from `rows` on are
+// zero.
 template <typename T>
 void load_transposed(const void* from, int64_t stride, int64_t rows, int64_t width, float factor,
                      float* to) {
@@ -82,8 +84,10 @@ void load_transposed(const void* from, int64_t stride, int64_t rows, int64_t wid
 }
 
 // One step of the online softmax for kTile queries, one per lane. scores (keys, kTile) become
-// probabilities relative to the new maxima; `sums` follow; `correction` rescales what was summed so far.
-inline void softmax_step(float* scores, int64_t keys, float* maxima, float* sums, float* correction) {
+// probabilities relative to the new maxima; `sums` follow; `correction` rescales what was summed so
+// far.
+inline void softmax_step(float* scores, int64_t keys, float* maxima, float* sums,
+                         float* correction) {
   float old[kTile];
   for (int64_t q = 0; q < kTile; ++q) old[q] = maxima[q];
   for (int64_t k = 0; k < keys; ++k) {
@@ -108,8 +112,8 @@ inline void softmax_step(float* scores, int64_t keys, float* maxima, float* sums
   }
 }
 
-// Queries lie along the lanes: scores and outputs are kept transposed, so softmax needs no reduction
-// across lanes and keys and values are read as they lie.
+// Queries lie along the lanes: scores and outputs are kept transposed, so softmax needs no
+// reduction across lanes and keys and values are read as they lie.
 template <typename T>
 void attention_forward(const AttentionHead& h, int64_t block, float* scratch) {
   const int64_t width = h.head_dim, ld = padded(width);
@@ -154,12 +158,12 @@ void attention_forward(const AttentionHead& h, int64_t block, float* scratch) {
 
 // The buffers of one head's backward pass inside its scratch.
 struct BackwardScratch {
-  float* dq;            // (length, ld)
-  float* delta;         // (length): sum over the row of dout * out
-  float *k, *dk, *dv;   // (kTile, ld)
-  float *k_t, *v_t;     // (width, kTile)
-  float *q, *dout;      // (kTile, ld)
-  float *p, *ds;        // (kTile queries, kTile keys)
+  float* dq;           // (length, ld)
+  float* delta;        // (length): sum over the row of dout * out
+  float *k, *dk, *dv;  // (kTile, ld)
+  float *k_t, *v_t;    // (width, kTile)
+  float *q, *dout;     // (kTile, ld)
+  float *p, *ds;       // (kTile queries, kTile keys)
 };
 
 inline int64_t lay_out(BackwardScratch& s, float* base, int64_t width, int64_t length) {
@@ -194,13 +198,14 @@ inline int64_t attention_scratch(int64_t head_dim, int64_t max_length, bool back
 
 // One pair of blocks: queries from `first` on against the keys from `begin` on, which `s` holds.
 template <typename T>
-void attention_backward_pair(const AttentionHeadBackward& b, const BackwardScratch& s, int64_t first,
-                             int64_t begin) {
+void attention_backward_pair(const AttentionHeadBackward& b, const BackwardScratch& s,
+                             int64_t first, int64_t begin) {
   const AttentionHead& h = b.forward;
   const int64_t width = h.head_dim, ld = padded(width);
   const int64_t queries = least(kTile, h.length - first), keys = least(kTile, h.length - begin);
   load_rows<T>(elements<T>(h.q) + first * h.q_stride, h.q_stride, queries, width, s.q, ld);
-  load_rows<T>(elements<T>(b.dout) + first * h.out_stride, h.out_stride, queries, width, s.dout, ld);
+  load_rows<T>(elements<T>(b.dout) + first * h.out_stride, h.out_stride, queries, width, s.dout,
+               ld);
   block_product({s.q, s.k_t, s.p, queries, kTile, width, ld, 1, kTile, kTile, false});
   block_product({s.dout, s.v_t, s.ds, queries, kTile, width, ld, 1, kTile, kTile, false});
   for (int64_t q = 0; q < queries; ++q) {

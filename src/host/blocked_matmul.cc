@@ -8,8 +8,9 @@
 namespace orlop::host {
 namespace {
 
-// One tile of c is summed in a buffer of its own over blocks of k; the operands are packed to fp32, so
-// every dtype and transposition takes the same path. The buffers (about 150 KiB) lie on the stack.
+// One tile of c is summed in a buffer of its own over blocks of k; the operands are packed to fp32,
+// so every dtype and transposition takes the same path. The buffers (about 150 KiB) lie on the
+// stack.
 constexpr int64_t kTileRows = 48;
 constexpr int64_t kTileCols = 64;
 constexpr int64_t kDepth = 256;
@@ -57,8 +58,8 @@ void multiply_tile(const KernelSet& kernels, const MatmulArgs& args, int64_t row
     const int64_t depth = std::min(kDepth, args.k - k);
     pack<In>(a + k * a_col, a_row, a_col, rows, depth, tile.a, kDepth);
     pack<In>(b + k * b_row, b_row, b_col, depth, cols, tile.b, kTileCols);
-    kernels.block_product({tile.a, tile.b, tile.c, rows, kTileCols, depth, kDepth, 1, kTileCols,
-                           kTileCols, true});
+    kernels.block_product(
+        {tile.a, tile.b, tile.c, rows, kTileCols, depth, kDepth, 1, kTileCols, kTileCols, true});
   }
   write_tile<In, Out>(args, tile, row, col);
 }

@@ -24,15 +24,14 @@ class HostBackend final : public Backend {
  public:
   explicit HostBackend(const HostBackendOptions& options)
       : device_bytes_(options.device_bytes), workspace_(workspace_within(options)) {
-    ops_ = make_host_ops({.reference = options.reference_ops,
-                          .threads = options.threads,
-                          .workspace = workspace_.data(),
-                          .workspace_bytes = workspace_.bytes()});
+    ops_ = host::make_host_ops({.reference = options.reference_ops,
+                                .threads = options.threads,
+                                .workspace = {workspace_.data(), workspace_.bytes()}});
     const std::array<const char*, kQueueKinds> names = {"compute", "upload", "offload", "comm"};
     const auto failures = std::make_shared<FailureCounter>(0);
     for (size_t kind = 0; kind < names.size(); ++kind) {
-      queues_[kind] = std::make_unique<HostQueue>(host::HostQueueOptions{
-          names[kind], options.threads, options.tracer, failures});
+      queues_[kind] = std::make_unique<HostQueue>(
+          host::HostQueueOptions{names[kind], options.threads, options.tracer, failures});
     }
   }
 
@@ -61,7 +60,8 @@ class HostBackend final : public Backend {
           format_bytes(arena_.bytes()));
     const size_t available = device_bytes_ - workspace_.bytes();
     check(bytes <= available, ErrorCode::kDoesNotFit,
-          "host device: an arena of {} bytes was asked for, {} are left of the budget of {} after the "
+          "host device: an arena of {} bytes was asked for, {} are left of the budget of {} after "
+          "the "
           "workspace of {}; raise the device budget by {} bytes",
           bytes, available, device_bytes_, workspace_.bytes(), bytes - available);
     arena_ = MappedMemory(bytes, "device arena");
@@ -70,10 +70,11 @@ class HostBackend final : public Backend {
 
   void register_host_memory(void* address, size_t bytes) override {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    check(address != nullptr && reinterpret_cast<uintptr_t>(address) % page == 0, ErrorCode::kUsage,
-          "host device: memory of {} bytes to register starts at {}, which is not a multiple of the "
-          "page size {}",
-          bytes, address, page);
+    check(
+        address != nullptr && reinterpret_cast<uintptr_t>(address) % page == 0, ErrorCode::kUsage,
+        "host device: memory of {} bytes to register starts at {}, which is not a multiple of the "
+        "page size {}",
+        bytes, address, page);
   }
 
   void synchronize() override {
@@ -87,11 +88,12 @@ class HostBackend final : public Backend {
 
  private:
   static MappedMemory workspace_within(const HostBackendOptions& options) {
-    check(options.threads >= 1, ErrorCode::kUsage, "host device: threads is {}, it must be at least 1",
-          options.threads);
-    const size_t bytes = host_workspace_bytes(options.reference_ops, options.threads);
+    check(options.threads >= 1, ErrorCode::kUsage,
+          "host device: threads is {}, it must be at least 1", options.threads);
+    const size_t bytes = host::host_workspace_bytes(options.reference_ops, options.threads);
     check(bytes <= options.device_bytes, ErrorCode::kDoesNotFit,
-          "host device: the budget of {} bytes is below the {} bytes of the matmul workspace; raise the "
+          "host device: the budget of {} bytes is below the {} bytes of the matmul workspace; "
+          "raise the "
           "device budget by {} bytes",
           options.device_bytes, bytes, bytes - options.device_bytes);
     return MappedMemory(bytes, "matmul workspace");

@@ -16,8 +16,8 @@ struct HostBackendOptions {
   Tracer* tracer = nullptr;    // one lane per queue
 };
 
-// A device that is plain memory: queues are threads, copies are copies, and the byte budget is hard, so
-// that swapping, prefetching and eviction happen as on a GPU.
+// A device that is plain memory: queues are threads, copies are copies, and the byte budget is
+// hard, so that swapping, prefetching and eviction happen as on a GPU.
 std::unique_ptr<Backend> make_host_backend(const HostBackendOptions& options);
 
 }  // namespace orlop

@@ -202,8 +202,9 @@ void HostQueue::execute(Item& item) {
   if (traced) options_.tracer->add(trace_lane_, item.task.name(), begin, Tracer::Clock::now());
 }
 
-// stop() stores kFailed into the gate that is announced here. Either it sees the announcement, or this
-// thread sees stopped_; versions only grow, so a later store by the owner wakes the wait as well.
+// stop() stores kFailed into the gate that is announced here. Either it sees the announcement, or
+// this thread sees stopped_; versions only grow, so a later store by the owner wakes the wait as
+// well.
 void HostQueue::await_gate(const Item& item) {
   waited_gate_ = item.gate.value;
   for (;;) {
@@ -223,8 +224,8 @@ void HostQueue::fail_with_current_exception(const char* name) {
     error = std::make_exception_ptr(
         Error(cause.code(), fmt::format("{} on queue {}: {}", name, options_.name, cause.what())));
   } catch (const std::exception& cause) {
-    error = std::make_exception_ptr(
-        Error(ErrorCode::kDevice, fmt::format("{} on queue {}: {}", name, options_.name, cause.what())));
+    error = std::make_exception_ptr(Error(
+        ErrorCode::kDevice, fmt::format("{} on queue {}: {}", name, options_.name, cause.what())));
   }
   progress_->fail({error, started_, order});
 }

@@ -73,9 +73,10 @@ struct HostQueueOptions {
   std::shared_ptr<FailureCounter> failures;
 };
 
-// A thread that runs closures in the order of issue, from a ring of fixed capacity: issuing into a full
-// ring waits. A failed closure leaves its error here; what follows is skipped until the error has been
-// thrown by synchronize(). A wait for an event of a failed queue fails the waiting queue too.
+// A thread that runs closures in the order of issue, from a ring of fixed capacity: issuing into a
+// full ring waits. A failed closure leaves its error here; what follows is skipped until the error
+// has been thrown by synchronize(). A wait for an event of a failed queue fails the waiting queue
+// too.
 class HostQueue final : public Queue {
  public:
   static constexpr size_t kCapacity = 1024;
@@ -102,8 +103,8 @@ class HostQueue final : public Queue {
 
   // Waits for all issued work and hands over its failure, if any.
   Progress::Failure drain();
-  // Drops what is queued and opens the gate that is waited for; the thread then ends. All queues that
-  // wait for each other must be stopped before one is destroyed.
+  // Drops what is queued and opens the gate that is waited for; the thread then ends. All queues
+  // that wait for each other must be stopped before one is destroyed.
   void stop();
 
  private:
@@ -136,5 +137,8 @@ class HostQueue final : public Queue {
   std::atomic<bool> stopped_{false};
   std::thread thread_;
 };
+
+// The queue behind the interface; Ops of a host backend are given no other kind.
+inline HostQueue& host_queue(Queue& queue) { return static_cast<HostQueue&>(queue); }
 
 }  // namespace orlop::host

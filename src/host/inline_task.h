@@ -7,8 +7,8 @@
 
 namespace orlop::host {
 
-// A closure kept by value in a fixed buffer, so that issuing work never allocates. Only closures that
-// are plain bytes (pointers, sizes, argument structs) fit; they need no destructor.
+// A closure kept by value in a fixed buffer, so that issuing work never allocates. Only closures
+// that are plain bytes (pointers, sizes, argument structs) fit; they need no destructor.
 class InlineTask {
  public:
   static constexpr size_t kBytes = 256;

@@ -2,13 +2,14 @@
 
 #include <cstdint>
 
-// The arithmetic of the host operations for one element type and one instruction set. Every function
-// works on one row, or one block of attention, on the calling thread; who works on which row is the
-// caller's matter, so the bits never depend on the number of threads. `void*` elements are of the
-// table's type, sums run in fp32 (reference: fp64) and results are rounded once, to nearest even.
+// The arithmetic of the host operations for one element type and one instruction set. Every
+// function works on one row, or one block of attention, on the calling thread; who works on which
+// row is the caller's matter, so the bits never depend on the number of threads. `void*` elements
+// are of the table's type, sums run in fp32 (reference: fp64) and results are rounded once, to
+// nearest even.
 //
-// Plain declarations only: files compiled for a special instruction set include this header, and code
-// that a header carries inline could leave such instructions in ordinary files.
+// Plain declarations only: files compiled for a special instruction set include this header, and
+// code that a header carries inline could leave such instructions in ordinary files.
 namespace orlop::host {
 
 // RMSNorm, or LayerNorm when `center`. Forward writes rstd and mean, backward reads them.
@@ -73,10 +74,10 @@ struct AttentionHead {
 
 struct AttentionHeadBackward {
   AttentionHead forward;
-  const void* dout;       // out_stride
-  void* dq;               // q_stride
-  float* dk;              // (length, head_dim) with partial_stride: this query head's share
-  float* dv;              // likewise
+  const void* dout;  // out_stride
+  void* dq;          // q_stride
+  float* dk;         // (length, head_dim) with partial_stride: this query head's share
+  float* dv;         // likewise
   int64_t partial_stride;
 };
 
@@ -86,8 +87,8 @@ inline constexpr int64_t kAttentionBlock = 64;
 struct Kernels {
   void (*widen)(const void* from, float* to, int64_t n);
   void (*narrow)(const float* from, void* to, int64_t n);
-  void (*add)(void* to, const void* from, int64_t n);            // to += from
-  void (*accumulate)(float* to, const void* from, int64_t n);    // to += from
+  void (*add)(void* to, const void* from, int64_t n);              // to += from
+  void (*accumulate)(float* to, const void* from, int64_t n);      // to += from
   void (*sum)(const void* a, const void* b, void* to, int64_t n);  // to = a + b
   void (*norm_forward)(NormRow& row);
   void (*norm_backward)(const NormRowBackward& row);
@@ -99,7 +100,8 @@ struct Kernels {
   void (*gelu)(const void* in, void* out, int64_t width);
   void (*gelu_backward)(const void* in, const void* dout, void* din, int64_t width);
   float (*cross_entropy)(const CrossEntropyRow& row);  // the loss
-  // Rows block * kAttentionBlock and following; scratch of attention_scratch() floats, 64-byte aligned.
+  // Rows block * kAttentionBlock and following; scratch of attention_scratch() floats, 64-byte
+  // aligned.
   void (*attention_forward)(const AttentionHead& head, int64_t block, float* scratch);
   void (*attention_backward)(const AttentionHeadBackward& head, float* scratch);
   int64_t (*attention_scratch)(int64_t head_dim, int64_t max_length, bool backward);

@@ -1,8 +1,8 @@
 // The row kernels, written once as loops that the compiler vectorises. Included inside the unnamed
-// namespace of each instruction set's file, after kernels.h; ORLOP_LANES is the number of fp32 lanes of
-// one register. Reductions name their lanes with `omp simd`, so the order of a sum is fixed at compile
-// time. Fused multiply-adds are allowed here: results may differ between instruction sets, never
-// between runs.
+// namespace of each instruction set's file, after kernels.h; ORLOP_LANES is the number of fp32
+// lanes of one register. Reductions name their lanes with `omp simd`, so the order of a sum is
+// fixed at compile time. Fused multiply-adds are allowed here: results may differ between
+// instruction sets, never between runs.
 
 inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -58,8 +58,8 @@ typename T::Storage* elements(void* pointer) {
   return static_cast<typename T::Storage*>(pointer);
 }
 
-// e^x for x <= 88, about 1 ulp: Cody-Waite reduction to |r| <= ln(2)/2, then the Taylor polynomial of
-// degree 7. Arguments above 88 count as 88; below -87 the result is 0; a NaN stays a NaN.
+// e^x for x <= 88, about 1 ulp: Cody-Waite reduction to |r| <= ln(2)/2, then the Taylor polynomial
+// of degree 7. Arguments above 88 count as 88; below -87 the result is 0; a NaN stays a NaN.
 inline float exp_of(float x) {
   float clamped = x > 88.0f ? 88.0f : x;
   clamped = clamped < -87.0f ? -87.0f : clamped;
@@ -340,7 +340,8 @@ float cross_entropy(const CrossEntropyRow& row) {
   auto* logits = elements<T>(row.logits);
   const int64_t vocab = row.vocab;
   if (row.label < 0) {
-    if (row.write_gradient) __builtin_memset(logits, 0, static_cast<size_t>(vocab) * sizeof(*logits));
+    if (row.write_gradient)
+      __builtin_memset(logits, 0, static_cast<size_t>(vocab) * sizeof(*logits));
     return 0.0f;
   }
   const float highest = highest_of<T>(logits, vocab);

@@ -13,8 +13,8 @@ namespace {
 }  // namespace
 
 constinit const KernelSet kAvx2Kernels = {.f32 = make_kernels<F32>(),
-                                             .f16 = make_kernels<F16>(),
-                                             .bf16 = make_kernels<BF16>(),
-                                             .block_product = block_product};
+                                          .f16 = make_kernels<F16>(),
+                                          .bf16 = make_kernels<BF16>(),
+                                          .block_product = block_product};
 
 }  // namespace orlop::host

@@ -8,7 +8,8 @@
 
 namespace orlop::host {
 
-// How a host executes MatmulArgs; run() is called by one thread at a time and returns when c is there.
+// How a host executes MatmulArgs; run() is called by one thread at a time and returns when c is
+// there.
 class Matmul {
  public:
   virtual ~Matmul() = default;
@@ -30,7 +31,7 @@ std::unique_ptr<Matmul> make_blocked_matmul(const KernelSet& kernels, int thread
 // oneDNN; only in builds that have it.
 std::unique_ptr<Matmul> make_onednn_matmul(const KernelSet& kernels, int threads,
                                            Workspace workspace);
-size_t onednn_matmul_workspace_bytes();
+size_t onednn_matmul_workspace_bytes(int threads);
 
 const Kernels& kernels_of(const KernelSet& set, DType dtype);
 

@@ -7,8 +7,8 @@
 
 namespace orlop::host {
 
-// body(i) for i in [0, count) on `threads` threads, in contiguous parts. The body must not throw, and
-// what it computes for one i must not depend on the others.
+// body(i) for i in [0, count) on `threads` threads, in contiguous parts. The body must not throw,
+// and what it computes for one i must not depend on the others.
 template <typename Body>
 void parallel_for(int threads, int64_t count, const Body& body) {
   const int used = static_cast<int>(std::min<int64_t>(threads, count));
@@ -20,8 +20,8 @@ void parallel_for(int threads, int64_t count, const Body& body) {
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
-// The same for items of unequal cost: whoever is free takes the next. body(i, thread), 0 <= thread <
-// threads.
+// The same for items of unequal cost: whoever is free takes the next. body(i, thread), 0 <= thread
+// < threads.
 template <typename Body>
 void parallel_items(int threads, int64_t count, const Body& body) {
   const int used = static_cast<int>(std::min<int64_t>(threads, count));
@@ -37,9 +37,8 @@ void parallel_items(int threads, int64_t count, const Body& body) {
 template <typename Body>
 void parallel_pieces(int threads, int64_t count, int64_t grain, const Body& body) {
   const int64_t pieces = std::min<int64_t>(threads, (count + grain - 1) / grain);
-  parallel_for(threads, pieces, [&](int64_t piece) {
-    body(count * piece / pieces, count * (piece + 1) / pieces);
-  });
+  parallel_for(threads, pieces,
+               [&](int64_t piece) { body(count * piece / pieces, count * (piece + 1) / pieces); });
 }
 
 }  // namespace orlop::host

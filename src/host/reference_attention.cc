@@ -42,8 +42,7 @@ template <typename T>
 PairGradient pair_gradient(const AttentionHeadBackward& b, int64_t query, int64_t key) {
   const AttentionHead& h = b.forward;
   const int64_t row = query * h.out_stride;
-  const double probability =
-      std::exp(score<T>(h, query, key) - static_cast<double>(h.lse[query]));
+  const double probability = std::exp(score<T>(h, query, key) - static_cast<double>(h.lse[query]));
   const double dprobability = dot<T>(b.dout, row, h.v, key * h.kv_stride, h.head_dim);
   const double delta = dot<T>(b.dout, row, h.out, row, h.head_dim);
   return {probability, probability * (dprobability - delta) * static_cast<double>(h.scale)};
@@ -87,7 +86,8 @@ void reference_attention_backward(const AttentionHeadBackward& b, float* scratch
     std::fill_n(first, h.head_dim, 0.0);
     for (int64_t k = 0; k <= q; ++k) {
       const double dscore = pair_gradient<T>(b, q, k).dscore;
-      for (int64_t c = 0; c < h.head_dim; ++c) first[c] += dscore * get<T>(h.k, k * h.kv_stride + c);
+      for (int64_t c = 0; c < h.head_dim; ++c)
+        first[c] += dscore * get<T>(h.k, k * h.kv_stride + c);
     }
     for (int64_t c = 0; c < h.head_dim; ++c) put<T>(b.dq, q * h.q_stride + c, first[c]);
   }

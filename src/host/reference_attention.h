@@ -4,7 +4,8 @@
 
 namespace orlop::host {
 
-// Attention of one head, query by query, in fp64: the oracle of attention.inl.h. T: element_types.h.
+// Attention of one head, query by query, in fp64: the oracle of attention.inl.h. T:
+// element_types.h.
 template <typename T>
 void reference_attention_forward(const AttentionHead& head, int64_t block, float* scratch);
 template <typename T>

@@ -22,7 +22,8 @@ void put(void* base, int64_t index, double value) {
 template <typename T>
 struct Reference {
   static void widen(const void* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = T::load(static_cast<const typename T::Storage*>(from)[i]);
+    for (int64_t i = 0; i < n; ++i)
+      to[i] = T::load(static_cast<const typename T::Storage*>(from)[i]);
   }
 
   static void narrow(const float* from, void* to, int64_t n) {
