@@ -85,9 +85,8 @@ ModelRunner::ModelRunner(TransformerConfig config, DType dtype, bool reference_o
     blocks_.push_back(make_block(config_, layout_, static_cast<int>(b), dtype_));
     activations_.push_back(arena.take(max_rows_ * config_.hidden, dtype_));
     for (const bool backward : {false, true}) {
-      workspace_capacity_ =
-          std::max(workspace_capacity_,
-                   blocks_.back()->workspace_bytes(backend_->ops(), shape, backward));
+      workspace_capacity_ = std::max(
+          workspace_capacity_, blocks_.back()->workspace_bytes(backend_->ops(), shape, backward));
     }
   }
   grad_ = arena.take(max_rows_ * config_.hidden, dtype_);
@@ -126,11 +125,9 @@ void ModelRunner::call(size_t block, const BatchView& batch, void* input, void* 
   Queue& queue = backend_->queue(QueueKind::kCompute);
   int64_t longest = 0;
   for (size_t i = 1; i < batch.cu_seqlens_host.size(); ++i) {
-    longest =
-        std::max<int64_t>(longest, batch.cu_seqlens_host[i] - batch.cu_seqlens_host[i - 1]);
+    longest = std::max<int64_t>(longest, batch.cu_seqlens_host[i] - batch.cu_seqlens_host[i - 1]);
   }
-  const size_t promised =
-      target.workspace_bytes(backend_->ops(), {batch.rows, longest}, backward);
+  const size_t promised = target.workspace_bytes(backend_->ops(), {batch.rows, longest}, backward);
   check(promised <= workspace_capacity_, ErrorCode::kInternal,
         "a smaller batch needs more workspace: {} > {}", promised, workspace_capacity_);
   std::memset(workspace_, kNanByte, promised);
