@@ -13,7 +13,8 @@
 namespace orlop {
 namespace {
 
-constexpr size_t kArenaBytes = 96 * kMiB;
+constexpr size_t kArenaBytes = 24 * kMiB;
+constexpr size_t kWorkspaceBudget = 64 * kMiB;  // of the operations
 constexpr size_t kGuardBytes = 512;
 constexpr int kNanByte = 0xff;  // every float, bf16 and fp16 made of it is a NaN
 constexpr char kGuardByte = 0x5a;
@@ -72,8 +73,9 @@ ModelRunner::ModelRunner(TransformerConfig config, DType dtype, bool reference_o
       layout_(make_layout(config_)),
       dtype_(dtype),
       max_rows_(max_rows),
-      backend_(make_host_backend(
-          {.device_bytes = 2 * kArenaBytes, .threads = 2, .reference_ops = reference_ops})) {
+      backend_(make_host_backend({.device_bytes = kArenaBytes + kWorkspaceBudget,
+                                  .threads = 1,
+                                  .reference_ops = reference_ops})) {
   Workspace arena(backend_->allocate_arena(kArenaBytes));
   for (const FlatParamLayout& flat : layout_.flat_params) {
     params_.push_back(arena.take(flat.numel, dtype_));
