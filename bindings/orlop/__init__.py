@@ -15,6 +15,7 @@ from ._orlop import (
     BatchConfig,
     DataLoader,
     DataPosition,
+    DType,
     Engine,
     EngineConfig,
     EvalResult,
@@ -34,6 +35,7 @@ from ._orlop import (
     TensorDescription,
     Tier,
     __version__,
+    plan,
 )
 from .errors import (
     CommunicatorError,
@@ -53,6 +55,7 @@ __all__ = [
     "CommunicatorError",
     "DataLoader",
     "DataPosition",
+    "DType",
     "DeviceError",
     "DoesNotFitError",
     "Engine",
@@ -81,4 +84,5 @@ __all__ = [
     "UsageError",
     "__version__",
     "errors",
+    "plan",
 ]
