@@ -1,1 +1,3 @@
-# bench_cpu_adam
+orlop_bench(bench_cpu_adam
+  SOURCES bench_cpu_adam.cc
+  DEPENDS orlop_bench_support orlop_cpu_adam)

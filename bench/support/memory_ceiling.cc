@@ -1,0 +1,37 @@
+#include "bench/support/memory_ceiling.h"
+
+#include <omp.h>
+
+#include <cstdint>
+
+#include "bench/support/samples.h"
+
+namespace orlop::bench {
+namespace {
+
+// Compiled for each set so that the ceiling is the memory's, never the instruction set's.
+__attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3"))) void scale(
+    float* a, int64_t begin, int64_t end, float c) {
+  for (int64_t i = begin; i < end; ++i) a[i] *= c;
+}
+
+}  // namespace
+
+MemoryCeiling::MemoryCeiling(size_t bytes, int threads)
+    : buffer_(bytes, threads), threads_(threads) {}
+
+double MemoryCeiling::bytes_per_s() {
+  auto* a = buffer_.as<float>();
+  const auto numel = static_cast<int64_t>(buffer_.bytes() / sizeof(float));
+  const double seconds = seconds_of([&] {
+#pragma omp parallel num_threads(threads_)
+    {
+      const int64_t count = omp_get_num_threads();
+      const int64_t rank = omp_get_thread_num();
+      scale(a, numel * rank / count, numel * (rank + 1) / count, 0.999f);
+    }
+  });
+  return 2.0 * static_cast<double>(buffer_.bytes()) / seconds;
+}
+
+}  // namespace orlop::bench

@@ -1,0 +1,220 @@
+// The update and the sum of squares, written once for every instruction set. A file of an
+// instruction set defines `Lanes` in its unnamed namespace and includes this text inside that same
+// namespace, so that each set has a copy of its own that no linker can swap for another's.
+//
+// Lanes:
+//   kWidth, Float, Bits     kWidth fp32 lanes / uint32 lanes; arithmetic by the built-in operators
+//   Double, kDoubleWidth    fp64 lanes
+//   broadcast(float | uint32_t), iota()
+//   load(const float*), store(float*, Float)
+//   load_u16(const uint16_t*) -> Bits, zero-extended;  store_u16(uint16_t*, Bits) stores the low
+//   halves load_fp16(const uint16_t*) -> Float;  store_fp16(uint16_t*, Float), to nearest even fma,
+//   sqrt, to_bits, to_float quiet_bits(Float)       the bits, where every NaN is 0x7fc00000
+//   add_squares(Float, Double*)   adds the squares to kWidth / kDoubleWidth consecutive sums
+//   store_sums(double*, Double)
+
+template <class L>
+typename L::Bits random_bits(typename L::Bits index_low, const AdamRngKey& key) {
+  typename L::Bits x = index_low ^ L::broadcast(key.first);
+  x ^= x >> 16;
+  x *= L::broadcast(0x21f0aaadu);
+  x ^= L::broadcast(key.second);
+  x ^= x >> 15;
+  x *= L::broadcast(0x735a2d97u);
+  x ^= x >> 15;
+  return x;
+}
+
+template <class L, GradFormat kGrad>
+typename L::Float load_grad(const void* grad, int64_t i) {
+  if constexpr (kGrad == kGradF32) {
+    return L::load(static_cast<const float*>(grad) + i);
+  } else if constexpr (kGrad == kGradBf16) {
+    return L::to_float(L::load_u16(static_cast<const uint16_t*>(grad) + i) << 16);
+  } else {
+    return L::load_fp16(static_cast<const uint16_t*>(grad) + i);
+  }
+}
+
+template <class L, MasterLayout kMaster>
+typename L::Float load_master(const AdamChunk& chunk, int64_t i) {
+  if constexpr (kMaster == kSplitBf16) {
+    const typename L::Bits hi = L::load_u16(static_cast<const uint16_t*>(chunk.param) + i);
+    // (lo ^ 0x8000) - 0x8000 extends the sign of the low half.
+    const typename L::Bits sign = L::broadcast(0x8000u);
+    const typename L::Bits lo = (L::load_u16(chunk.lo + i) ^ sign) - sign;
+    return L::to_float((hi << 16) + lo);
+  } else {
+    return L::load(chunk.master + i);
+  }
+}
+
+template <class L, MasterLayout kMaster>
+void store_master(const AdamChunk& chunk, int64_t i, typename L::Float p) {
+  if constexpr (kMaster == kSplitBf16) {
+    // A NaN with a full payload would round to -0 and one with a small payload to Inf: hence
+    // quiet_bits.
+    const typename L::Bits bits = L::quiet_bits(p);
+    L::store_u16(static_cast<uint16_t*>(chunk.param) + i, (bits + L::broadcast(0x8000u)) >> 16);
+    L::store_u16(chunk.lo + i, bits);
+  } else {
+    L::store(chunk.master + i, p);
+    if constexpr (kMaster == kMasterAndFp16) {
+      L::store_fp16(static_cast<uint16_t*>(chunk.param) + i, p);
+    }
+  }
+}
+
+template <class L, MomentFormat kMoment>
+typename L::Float load_moment(const void* plane, int64_t i) {
+  if constexpr (kMoment == kMomentF32) {
+    return L::load(static_cast<const float*>(plane) + i);
+  } else {
+    return L::to_float(L::load_u16(static_cast<const uint16_t*>(plane) + i) << 16);
+  }
+}
+
+template <class L>
+void store_moment_bf16(void* plane, int64_t i, typename L::Float moment,
+                       typename L::Bits random_half) {
+  L::store_u16(static_cast<uint16_t*>(plane) + i, (L::quiet_bits(moment) + random_half) >> 16);
+}
+
+// One vector at element i of the chunk. Always inlined: the loop keeps pointers and constants in registers.
+template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
+[[gnu::always_inline]] inline void update(const AdamChunk& chunk, const AdamConstants& c, int64_t i) {
+  using Float = typename L::Float;
+  Float g = load_grad<L, kGrad>(chunk.grad, i) * L::broadcast(c.grad_scale);
+  Float p = load_master<L, kMaster>(chunk, i);
+  if (c.l2 != 0.0f) g = L::fma(L::broadcast(c.l2), p, g);
+  p = p * L::broadcast(c.decay);
+
+  Float m = load_moment<L, kMoment>(chunk.exp_avg, i);
+  Float v = load_moment<L, kMoment>(chunk.exp_avg_sq, i);
+  m = L::fma(L::broadcast(c.one_minus_beta1), g - m, m);
+  v = L::fma(L::broadcast(c.one_minus_beta2) * g, g, L::broadcast(c.beta2) * v);
+  const Float denominator =
+      L::sqrt(v) / L::broadcast(c.bias_correction2_sqrt) + L::broadcast(c.eps);
+  p = p - L::broadcast(c.step_size) * (m / denominator);
+
+  store_master<L, kMaster>(chunk, i, p);
+  if constexpr (kMoment == kMomentF32) {
+    L::store(static_cast<float*>(chunk.exp_avg) + i, m);
+    L::store(static_cast<float*>(chunk.exp_avg_sq) + i, v);
+  } else {
+    const typename L::Bits index = L::broadcast(chunk.index_low + static_cast<uint32_t>(i));
+    const typename L::Bits random = random_bits<L>(index + L::iota(), chunk.key);
+    store_moment_bf16<L>(chunk.exp_avg, i, m, random & L::broadcast(0xffffu));
+    store_moment_bf16<L>(chunk.exp_avg_sq, i, v, random >> 16);
+  }
+}
+
+// The last elements, fewer than one vector, moved through a padded copy of every plane: nothing
+// outside the chunk is touched, and the arithmetic is that of all other elements.
+template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
+void update_tail(const AdamChunk& chunk, const AdamConstants& constants, int64_t begin) {
+  constexpr int kMaxBytes = 4 * L::kWidth;
+  alignas(64) unsigned char planes[6][kMaxBytes] = {};
+  constexpr int64_t kMomentBytes = kMoment == kMomentF32 ? 4 : 2;
+  constexpr int64_t kGradBytes = kGrad == kGradF32 ? 4 : 2;
+  struct Plane {
+    void* data;
+    int64_t element_bytes;
+  };
+  const Plane written[5] = {
+      {chunk.param, 2},
+      {chunk.lo, 2},
+      {chunk.master, 4},
+      {chunk.exp_avg, kMomentBytes},
+      {chunk.exp_avg_sq, kMomentBytes},
+  };
+  const auto bytes = [&](int64_t element_bytes) {
+    return static_cast<size_t>((chunk.numel - begin) * element_bytes);
+  };
+  const auto at = [&](const Plane& plane) {
+    return static_cast<unsigned char*>(plane.data) + begin * plane.element_bytes;
+  };
+  for (int k = 0; k < 5; ++k) {
+    if (written[k].data == nullptr) continue;
+    __builtin_memcpy(planes[k], at(written[k]), bytes(written[k].element_bytes));
+  }
+  __builtin_memcpy(planes[5], static_cast<const unsigned char*>(chunk.grad) + begin * kGradBytes,
+                   bytes(kGradBytes));
+
+  AdamChunk padded = chunk;
+  padded.param = planes[0];
+  padded.lo = reinterpret_cast<uint16_t*>(planes[1]);
+  padded.master = reinterpret_cast<float*>(planes[2]);
+  padded.exp_avg = planes[3];
+  padded.exp_avg_sq = planes[4];
+  padded.grad = planes[5];
+  padded.numel = L::kWidth;
+  padded.index_low = chunk.index_low + static_cast<uint32_t>(begin);
+  update<L, kMaster, kMoment, kGrad>(padded, constants, 0);
+
+  for (int k = 0; k < 5; ++k) {
+    if (written[k].data == nullptr) continue;
+    __builtin_memcpy(at(written[k]), planes[k], bytes(written[k].element_bytes));
+  }
+}
+
+template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
+void adam_chunk(const AdamChunk& chunk_in, const AdamConstants& constants_in) {
+  // Copies on the stack: stores to the planes cannot alias them, so they stay in registers.
+  const AdamChunk chunk = chunk_in;
+  const AdamConstants constants = constants_in;
+  int64_t i = 0;
+  for (; i + L::kWidth <= chunk.numel; i += L::kWidth) {
+    update<L, kMaster, kMoment, kGrad>(chunk, constants, i);
+  }
+  if (i < chunk.numel) update_tail<L, kMaster, kMoment, kGrad>(chunk, constants, i);
+}
+
+template <class L, GradFormat kGrad>
+double square_sum(const void* grad, int64_t numel) {
+  constexpr int kSums = kNormLanes / L::kDoubleWidth;
+  typename L::Double sums[kSums] = {};
+  const auto add_row = [&sums](const void* row) {
+    for (int part = 0; part < kNormLanes / L::kWidth; ++part) {
+      L::add_squares(load_grad<L, kGrad>(row, part * L::kWidth),
+                     sums + part * (L::kWidth / L::kDoubleWidth));
+    }
+  };
+  constexpr int64_t kGradBytes = kGrad == kGradF32 ? 4 : 2;
+  const auto* bytes = static_cast<const unsigned char*>(grad);
+  int64_t i = 0;
+  for (; i + kNormLanes <= numel; i += kNormLanes) add_row(bytes + i * kGradBytes);
+  if (i < numel) {  // zeros change no sum
+    alignas(64) unsigned char padded[4 * kNormLanes] = {};
+    __builtin_memcpy(padded, bytes + i * kGradBytes, static_cast<size_t>((numel - i) * kGradBytes));
+    add_row(padded);
+  }
+  double lanes[kNormLanes];
+  for (int k = 0; k < kSums; ++k) L::store_sums(lanes + k * L::kDoubleWidth, sums[k]);
+  for (int half = kNormLanes / 2; half > 0; half /= 2) {
+    for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  }
+  return lanes[0];
+}
+
+template <class L>
+constexpr CpuKernels make_kernels() {
+  CpuKernels kernels{};
+  const auto fill_grads = [&]<MasterLayout kMaster, MomentFormat kMoment>() {
+    AdamKernel(&row)[kGradFormats] = kernels.adam[kMaster][kMoment];
+    row[kGradF32] = adam_chunk<L, kMaster, kMoment, kGradF32>;
+    row[kGradBf16] = adam_chunk<L, kMaster, kMoment, kGradBf16>;
+    row[kGradF16] = adam_chunk<L, kMaster, kMoment, kGradF16>;
+  };
+  const auto fill_moments = [&]<MasterLayout kMaster>() {
+    fill_grads.template operator()<kMaster, kMomentF32>();
+    fill_grads.template operator()<kMaster, kMomentBf16>();
+  };
+  fill_moments.template operator()<kSplitBf16>();
+  fill_moments.template operator()<kMasterAndFp16>();
+  fill_moments.template operator()<kMasterAlone>();
+  kernels.square_sum[kGradF32] = square_sum<L, kGradF32>;
+  kernels.square_sum[kGradBf16] = square_sum<L, kGradBf16>;
+  kernels.square_sum[kGradF16] = square_sum<L, kGradF16>;
+  return kernels;
+}
