@@ -7,6 +7,7 @@
 
 #include "bindings/bind.h"
 #include "orlop/engine.h"
+#include "orlop/token_writer.h"
 
 namespace py = pybind11;
 
@@ -23,7 +24,7 @@ std::vector<int32_t> to_int32(const py::object& source, const std::string& name)
   const char kind = array.dtype().kind();
   if (array.size() == 0) return {};
   if (kind != 'i' && kind != 'u') {
-    throw Error(ErrorCode::kUsage, "MicroBatch." + name + ": expected integers, got dtype " +
+    throw Error(ErrorCode::kUsage, name + ": expected integers, got dtype " +
                                        py::str(array.dtype()).cast<std::string>());
   }
   // One cast for every width; what uint64 alone can hold is above int32 anyway and turns negative
@@ -34,7 +35,7 @@ std::vector<int32_t> to_int32(const py::object& source, const std::string& name)
   for (size_t i = 0; i < values.size(); ++i) {
     if (data[i] < std::numeric_limits<int32_t>::min() ||
         data[i] > std::numeric_limits<int32_t>::max()) {
-      throw Error(ErrorCode::kUsage, "MicroBatch." + name + "[" + std::to_string(i) +
+      throw Error(ErrorCode::kUsage, name + "[" + std::to_string(i) +
                                          "] = " + std::to_string(data[i]) + " does not fit int32");
     }
     values[i] = static_cast<int32_t>(data[i]);
@@ -58,9 +59,9 @@ void bind_micro_batch(py::module_& module) {
   batch
       .def(py::init([](const py::object& tokens, const py::object& labels,
                        const py::object& cu_seqlens) {
-             return MicroBatch{.tokens = to_int32(tokens, "tokens"),
-                               .labels = to_int32(labels, "labels"),
-                               .cu_seqlens = to_int32(cu_seqlens, "cu_seqlens")};
+             return MicroBatch{.tokens = to_int32(tokens, "MicroBatch.tokens"),
+                               .labels = to_int32(labels, "MicroBatch.labels"),
+                               .cu_seqlens = to_int32(cu_seqlens, "MicroBatch.cu_seqlens")};
            }),
            py::arg("tokens"), py::arg("labels"), py::arg("cu_seqlens") = py::tuple())
       .def_property_readonly(
@@ -74,10 +75,49 @@ void bind_micro_batch(py::module_& module) {
       });
 }
 
+void append_document(TokenWriter& writer, const py::object& tokens, const py::object& loss_mask) {
+  const std::vector<int32_t> ids = to_int32(tokens, "TokenWriter.append: tokens");
+  std::vector<uint8_t> mask;
+  if (!loss_mask.is_none()) {
+    const auto flags = py::array_t<bool, py::array::c_style | py::array::forcecast>(loss_mask);
+    mask.assign(flags.data(), flags.data() + flags.size());
+  }
+  const py::gil_scoped_release release;
+  writer.append(ids, mask);
+}
+
+void bind_token_files(py::module_& module) {
+  py::class_<TokenWriter>(module, "TokenWriter",
+                          "Writes a token file (.tok) document by document; nothing appears under "
+                          "`path` before finish().\n\n"
+                          "tokenizer_file: its hash goes into the header; '': unknown.")
+      .def(py::init([](const std::string& path, int64_t vocab_size, bool loss_mask,
+                       const std::string& tokenizer_file) {
+             return std::make_unique<TokenWriter>(
+                 path, TokenWriterConfig{vocab_size, loss_mask, tokenizer_file});
+           }),
+           py::arg("path"), py::arg("vocab_size"), py::arg("loss_mask") = false,
+           py::arg("tokenizer_file") = "")
+      .def("append", &append_document, py::arg("tokens"), py::arg("loss_mask") = py::none(),
+           "One document of integer ids, with one boolean per token or None: every token counts.")
+      .def("finish", &TokenWriter::finish, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<TokenFileSummary>(module, "TokenFileSummary")
+      .def_readonly("tokens", &TokenFileSummary::tokens)
+      .def_readonly("documents", &TokenFileSummary::documents)
+      .def_readonly("vocab_size", &TokenFileSummary::vocab_size)
+      .def_readonly("bits_per_token", &TokenFileSummary::bits_per_token)
+      .def_readonly("has_loss_mask", &TokenFileSummary::has_loss_mask)
+      .def_readonly("hash_matches", &TokenFileSummary::hash_matches);
+  module.def("describe_token_file", &describe_token_file, py::arg("path"),
+             py::call_guard<py::gil_scoped_release>(), "What a .tok file holds.");
+}
+
 }  // namespace
 
 void bind_data(py::module_& module) {
   bind_micro_batch(module);
+  bind_token_files(module);
 
   py::class_<DataPosition> position(module, "DataPosition", "Where a DataLoader stands.");
   def_keyword_init<DataPosition>(position);

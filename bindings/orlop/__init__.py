@@ -34,7 +34,10 @@ from ._orlop import (
     StepResult,
     TensorDescription,
     Tier,
+    TokenFileSummary,
+    TokenWriter,
     __version__,
+    describe_token_file,
     plan,
 )
 from .errors import (
@@ -81,8 +84,11 @@ __all__ = [
     "StepResult",
     "TensorDescription",
     "Tier",
+    "TokenFileSummary",
+    "TokenWriter",
     "UsageError",
     "__version__",
+    "describe_token_file",
     "errors",
     "plan",
 ]

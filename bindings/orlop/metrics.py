@@ -23,6 +23,11 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def first_eval_loss(run_dir: Path) -> float | None:
+    """The held-out loss before the first step, where the run has one."""
+    return next((r["eval_loss"] for r in read_metrics(run_dir) if r["step"] == 0 and "eval_loss" in r), None)
+
+
 class MetricsLog:
     """Appends records; a resumed run first drops what came after its checkpoint."""
 

@@ -18,7 +18,7 @@ from .config import RunConfig
 from .data.prepare import PreparedData, prepare
 from .engine_config import batch_config, engine_config, total_steps
 from .errors import InvalidDataError, IoError, UsageError
-from .metrics import MetricsLog, StepRecorder
+from .metrics import MetricsLog, StepRecorder, first_eval_loss
 from .progress import Progress, format_bytes
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
@@ -224,7 +224,10 @@ class FinetuneRun:
     def _train(self, engine: _orlop.Engine, stop: StopRequest, log: MetricsLog, progress: Progress,
                recorder: StepRecorder) -> RunResult:
         config = self._config
-        loss_before = self._evaluate(engine, log, progress) if engine.steps_done == 0 else None
+        if engine.steps_done == 0:
+            loss_before = self._evaluate(engine, log, progress)
+        else:
+            loss_before = first_eval_loss(self._run_dir)
         loss_after = loss_before
         while engine.steps_done < self._total_steps and stop.signal is None:
             result = engine.step([self._loader.next() for _ in range(config.accum)])

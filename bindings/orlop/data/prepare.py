@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import _orlop
 from ..errors import InvalidDataError, UsageError
 from .documents import TOKEN_SUFFIX, list_files, read_bytes, read_documents
-from .token_file import TokenFileWriter, read_header
 from .tokenize import ModelTokenizer
 
 _FORMAT = b"orlop-data-1"  # changes when the same files would give another token file
@@ -36,24 +35,26 @@ def _content_key(files: Sequence[Path], tokenizer: ModelTokenizer) -> str:
 
 
 def _write(files: Sequence[Path], tokenizer: ModelTokenizer, path: Path) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    writer = _orlop.TokenWriter(
+        str(path), tokenizer.vocab_size, loss_mask=True, tokenizer_file=str(tokenizer.path)
+    )
     learned = 0
-    try:
-        with TokenFileWriter(temporary, tokenizer.vocab_size) as writer:
-            for document in tokenizer.encode(read_documents(files)):
-                writer.append(document.ids, document.learn)
-                learned += int(document.learn.sum())
-        if learned == 0:
-            names = ", ".join(str(file) for file in files[:3]) + (" ..." if len(files) > 3 else "")
-            raise InvalidDataError(f"{names}: no token to learn from; the files hold no text, or no assistant turn")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    for document in tokenizer.encode(read_documents(files)):
+        writer.append(document.ids, document.learn)
+        learned += int(document.learn.sum())
+    if learned == 0:
+        names = ", ".join(str(file) for file in files[:3]) + (" ..." if len(files) > 3 else "")
+        raise InvalidDataError(
+            f"{names}: no token to learn from; the files hold no text, or no assistant turn"
+        )
+    writer.finish()
 
 
 def _describe(path: Path, key: str) -> PreparedData:
-    header = read_header(path)
-    return PreparedData(path, key, header.tokens, header.documents)
+    summary = _orlop.describe_token_file(str(path))
+    if not summary.hash_matches:
+        raise InvalidDataError(f"{path}: its contents do not match the hash in its header")
+    return PreparedData(path, key, summary.tokens, summary.documents)
 
 
 def prepare(paths: Sequence[str], cache_dir: Path, model_dir: str, train_on: str,

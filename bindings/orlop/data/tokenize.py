@@ -23,7 +23,7 @@ _BATCH = 256  # documents that are encoded in one call
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """ids (n) uint32 and learn (n) bool: whether the token is to be predicted."""
+    """ids (n) int32 and learn (n) bool: whether the token is to be predicted."""
 
     ids: np.ndarray
     learn: np.ndarray
@@ -65,6 +65,7 @@ class ModelTokenizer:
             raise InvalidDataError(
                 f"{path}: missing; text needs the tokenizer of the model (or pass .tok files)"
             )
+        self.path = path
         self._bytes = path.read_bytes()
         try:
             self._tokenizer = Tokenizer.from_buffer(self._bytes)
@@ -128,7 +129,7 @@ class ModelTokenizer:
         ids = list(encoding.ids)
         if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
             ids.append(self.eos_id)
-        return TokenizedDocument(np.array(ids, np.uint32), np.ones(len(ids), bool))
+        return TokenizedDocument(np.array(ids, np.int32), np.ones(len(ids), bool))
 
     def _encode_chat(self, document: Document) -> TokenizedDocument:
         try:
@@ -137,7 +138,7 @@ class ModelTokenizer:
         except ValueError as error:
             raise InvalidDataError(f"{document.source}: {error}") from None
         encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
+        ids = np.array(encoding.ids, np.int32)
         learn = np.ones(len(ids), bool)
         if spans is not None:
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)

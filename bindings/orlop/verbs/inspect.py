@@ -100,9 +100,11 @@ def _describe_weights(path: Path, checksum: bool) -> dict[str, Any]:
 
 
 def _describe_tokens(path: Path) -> dict[str, Any]:
-    from ..data.token_file import read_header
+    from .. import _orlop
 
-    return {"kind": "tokens", "files": [str(path)], **vars(read_header(path))}
+    summary = _orlop.describe_token_file(str(path))
+    fields = ("tokens", "documents", "vocab_size", "bits_per_token", "has_loss_mask", "hash_matches")
+    return {"kind": "tokens", "files": [str(path)], **{name: getattr(summary, name) for name in fields}}
 
 
 def _print_text(info: dict[str, Any]) -> None:
