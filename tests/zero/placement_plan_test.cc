@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "orlop/error.h"
-#include "zero/plan_input.h"
+#include "tests/zero/plan_input.h"
 
 namespace orlop {
 namespace {

@@ -1,4 +1,4 @@
-#include "zero/plan_input.h"
+#include "tests/zero/plan_input.h"
 
 namespace orlop::test {
 

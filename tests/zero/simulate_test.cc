@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "zero/plan_input.h"
+#include "tests/zero/plan_input.h"
 
 namespace orlop {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "orlop/error.h"
 #include "zero/plan_check.h"
-#include "zero/plan_input.h"
+#include "tests/zero/plan_input.h"
 #include "zero/plan_memory.h"
 
 namespace orlop {
