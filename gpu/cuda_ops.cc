@@ -27,9 +27,11 @@ class Issue {
   QueueTrace::Span span_;
 };
 
-// Logits of one LM-head chunk.
-constexpr size_t kHeadChunkBytes = 256 * kMiB;
+// Logits of one LM-head chunk: large enough for matmuls at full speed, small beside the
+// activations.
+constexpr int64_t kHeadChunkBytes = 128 * int64_t{kMiB};
 constexpr int64_t kHeadChunkGrain = 128;
+constexpr int64_t kHeadChunkRows = 8192;
 
 }  // namespace
 
@@ -151,8 +153,8 @@ void CudaOps::device_adam(Queue& queue, const DeviceAdamArgs& args) {
 
 int64_t CudaOps::head_chunk_rows(int64_t vocab, DType dtype) const {
   const auto row_bytes = static_cast<int64_t>(dtype_bytes(dtype)) * std::max<int64_t>(vocab, 1);
-  const int64_t rows = static_cast<int64_t>(kHeadChunkBytes) / row_bytes;
-  return std::max(kHeadChunkGrain, rows / kHeadChunkGrain * kHeadChunkGrain);
+  const int64_t rows = kHeadChunkBytes / row_bytes / kHeadChunkGrain * kHeadChunkGrain;
+  return std::clamp(rows, kHeadChunkGrain, kHeadChunkRows);
 }
 
 }  // namespace orlop

@@ -61,6 +61,13 @@ struct PermuteArgs {
 };
 void permute(const PermuteArgs& args, cudaStream_t stream);
 
+// What cuDNN reads of one ragged sequence, written to `slot` (16 int32, aligned to 16 bytes): at 0
+// its length, and at 4, 8 and 12 the pairs (0, length * stride) of q, k and v, and out.
+struct SequenceArgs {
+  int64_t length = 0, q_stride = 0, kv_stride = 0, out_stride = 0;
+};
+void set_sequence(const SequenceArgs& args, int32_t* slot, cudaStream_t stream);
+
 // True when this build has code for the current device; `reason` then stays null.
 bool device_has_code(const char** reason);
 

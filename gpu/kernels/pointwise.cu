@@ -166,6 +166,16 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(PermuteArgs args) {
   }
 }
 
+__global__ void set_sequence_kernel(SequenceArgs args, int32_t* slot) {
+  const int64_t ends[4] = {args.length, args.length * args.q_stride, args.length * args.kv_stride,
+                           args.length * args.out_stride};
+  slot[0] = static_cast<int32_t>(ends[0]);
+  for (int i = 1; i < 4; ++i) {
+    slot[4 * i] = 0;
+    slot[4 * i + 1] = static_cast<int32_t>(ends[i]);
+  }
+}
+
 dim3 piece_grid(int64_t rows, int64_t width, int per_thread) {
   return dim3(grid_blocks(width, int64_t{kBlock} * per_thread, 65535),
               static_cast<unsigned>(std::min<int64_t>(rows, 65535)));
@@ -261,6 +271,11 @@ void permute(const PermuteArgs& args, cudaStream_t stream) {
   if (numel == 0) return;
   permute_kernel<<<grid_blocks(numel, kBlock), kBlock, 0, stream>>>(args);
   ORLOP_CUDA_LAUNCHED("permute_kernel");
+}
+
+void set_sequence(const SequenceArgs& args, int32_t* slot, cudaStream_t stream) {
+  set_sequence_kernel<<<1, 1, 0, stream>>>(args, slot);
+  ORLOP_CUDA_LAUNCHED("set_sequence_kernel");
 }
 
 }  // namespace orlop::kernels
