@@ -1,0 +1,283 @@
+#include <algorithm>
+#include <array>
+#include <compare>
+#include <dnnl.hpp>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "host/element_types.h"
+#include "host/matmul.h"
+#include "host/parallel.h"
+
+namespace orlop::host {
+namespace {
+
+// The workspace: fp32 panels of 16-bit operands, then oneDNN's scratchpad, which it takes from us
+// so that it is counted. (What its JIT kernels allocate for themselves cannot be seen from
+// outside.)
+constexpr size_t kPanelBytes = 6 * kMiB;
+constexpr size_t kScratchpadBytesPerThread = kMiB + kMiB / 4;
+
+// The inner dimension is cut so that oneDNN's scratchpad, which holds transposed operands for the
+// whole depth, keeps to its share.
+constexpr int64_t kDirectDepth = 2048;
+constexpr int64_t kPanelDepth = 1024;
+
+using Type = dnnl::memory::data_type;
+
+// One product as oneDNN sees it; all that the choice of a kernel depends on.
+struct Product {
+  int64_t m, n, k;
+  int64_t a_row, a_col, b_row, b_col, ldc;
+  Type in, out;
+  bool bias, accumulate;
+
+  auto operator<=>(const Product&) const = default;
+};
+
+struct Operands {
+  const void* a;
+  const void* b;
+  const void* bias;
+  void* c;
+};
+
+struct Primitive {
+  dnnl::matmul matmul;
+  dnnl::memory a, b, bias, c, scratchpad;
+};
+
+// Makes each primitive once; afterwards a call sets four pointers.
+class Gemm {
+ public:
+  explicit Gemm(Workspace scratchpad) : scratchpad_(scratchpad) {}
+
+  void run(const Product& product, const Operands& operands) {
+    auto found = primitives_.find(product);
+    if (found == primitives_.end()) found = primitives_.emplace(product, make(product)).first;
+    Primitive& primitive = found->second;
+    primitive.a.set_data_handle(const_cast<void*>(operands.a));
+    primitive.b.set_data_handle(const_cast<void*>(operands.b));
+    primitive.c.set_data_handle(operands.c);
+    std::array<dnnl_exec_arg_t, 5> args = {{{DNNL_ARG_SRC, primitive.a.get()},
+                                            {DNNL_ARG_WEIGHTS, primitive.b.get()},
+                                            {DNNL_ARG_DST, primitive.c.get()}}};
+    int count = 3;
+    if (product.bias) {
+      primitive.bias.set_data_handle(const_cast<void*>(operands.bias));
+      args[static_cast<size_t>(count++)] = {DNNL_ARG_BIAS, primitive.bias.get()};
+    }
+    if (primitive.scratchpad) {
+      args[static_cast<size_t>(count++)] = {DNNL_ARG_SCRATCHPAD, primitive.scratchpad.get()};
+    }
+    const dnnl_status_t status =
+        dnnl_primitive_execute(primitive.matmul.get(), stream_.get(), count, args.data());
+    check(status == dnnl_success, ErrorCode::kDevice,
+          "oneDNN: a product of m {}, n {}, k {} failed with status {}", product.m, product.n,
+          product.k, static_cast<int>(status));
+  }
+
+ private:
+  Primitive make(const Product& p) {
+    const dnnl::memory::desc a({p.m, p.k}, p.in, {p.a_row, p.a_col});
+    const dnnl::memory::desc b({p.k, p.n}, p.in, {p.b_row, p.b_col});
+    const dnnl::memory::desc c({p.m, p.n}, p.out, {p.ldc, 1});
+    const dnnl::memory::desc bias({1, p.n}, p.in, {p.n, 1});
+    const auto describe = [&](dnnl::scratchpad_mode mode) {
+      dnnl::primitive_attr attributes;
+      attributes.set_scratchpad_mode(mode);
+      if (p.accumulate) {
+        dnnl::post_ops sum;
+        sum.append_sum(1.0f);
+        attributes.set_post_ops(sum);
+      }
+      const auto desc = p.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
+      return dnnl::matmul::primitive_desc(desc, attributes, engine_);
+    };
+    // A shape whose scratchpad does not fit ours keeps one of the library's.
+    auto chosen = describe(dnnl::scratchpad_mode::user);
+    const bool fits = chosen.scratchpad_desc().get_size() <= scratchpad_.bytes;
+    if (!fits) chosen = describe(dnnl::scratchpad_mode::library);
+    Primitive primitive{dnnl::matmul(chosen), memory(a), memory(b), {}, memory(c), {}};
+    if (p.bias) primitive.bias = memory(bias);
+    if (fits && chosen.scratchpad_desc().get_size() > 0) {
+      primitive.scratchpad = dnnl::memory(chosen.scratchpad_desc(), engine_, scratchpad_.data);
+    }
+    return primitive;
+  }
+
+  dnnl::memory memory(const dnnl::memory::desc& desc) const { return {desc, engine_, nullptr}; }
+
+  const Workspace scratchpad_;
+  const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
+  const dnnl::stream stream_{engine_};
+  std::map<Product, Primitive> primitives_;
+};
+
+// Sizes of the fp32 panels of a 16-bit product; a function of its shape only.
+struct Panels {
+  int64_t m, n, k;
+};
+
+int64_t equal_parts(int64_t total, int64_t at_most, int64_t multiple) {
+  const int64_t parts = ceil_div(total, std::max(at_most, multiple));
+  return std::min(total, ceil_div(ceil_div(total, parts), multiple) * multiple);
+}
+
+// Half of the memory goes to b, the rest to a and, when c is not fp32 itself, to the sums of c.
+Panels choose_panels(const MatmulArgs& args) {
+  constexpr auto kFloats = static_cast<int64_t>(kPanelBytes / sizeof(float));
+  const int64_t k = equal_parts(args.k, kPanelDepth, 64);
+  const int64_t n = equal_parts(args.n, kFloats / 2 / k, 64);
+  const int64_t sums = args.out_dtype == DType::kF32 ? 0 : n;
+  const int64_t most_rows = (kFloats - k * n) / (k + sums);
+  return {equal_parts(args.m, most_rows / 64 * 64, 1), n, k};
+}
+
+class OneDnnMatmul final : public Matmul {
+ public:
+  OneDnnMatmul(const KernelSet& kernels, int threads, Workspace workspace)
+      : kernels_(kernels),
+        threads_(threads),
+        panels_(static_cast<float*>(workspace.data)),
+        gemm_(
+            {static_cast<std::byte*>(workspace.data) + kPanelBytes, workspace.bytes - kPanelBytes}),
+        native_bf16_(has_native_bf16()) {}
+
+  void run(const MatmulArgs& args) override {
+    const bool native =
+        args.in_dtype == DType::kF32 || (native_bf16_ && args.in_dtype == DType::kBF16);
+    if (native && args.out_dtype != DType::kF16) {
+      run_direct(args);
+    } else {
+      run_in_panels(args);
+    }
+  }
+
+ private:
+  // Emulated bf16 is three to four times slower than converting and multiplying in fp32.
+  static bool has_native_bf16() {
+    const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+    const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
+    return (isa & needed) == needed;
+  }
+
+  static Type type_of(DType dtype) { return dtype == DType::kF32 ? Type::f32 : Type::bf16; }
+
+  void run_direct(const MatmulArgs& args) {
+    const bool cut = args.out_dtype == DType::kF32 && (args.trans_a || args.trans_b);
+    const int64_t depth = cut ? equal_parts(args.k, kDirectDepth, 64) : args.k;
+    Product product = {args.m,
+                       args.n,
+                       depth,
+                       0,
+                       0,
+                       0,
+                       0,
+                       args.ldc,
+                       type_of(args.in_dtype),
+                       type_of(args.out_dtype),
+                       args.bias != nullptr,
+                       args.accumulate};
+    std::tie(product.a_row, product.a_col) = strides(args.lda, args.trans_a);
+    std::tie(product.b_row, product.b_col) = strides(args.ldb, args.trans_b);
+    for (int64_t k = 0; k < args.k; k += depth) {
+      product.k = std::min(depth, args.k - k);
+      gemm_.run(product, {at(args.a, k * product.a_col, args.in_dtype),
+                          at(args.b, k * product.b_row, args.in_dtype), args.bias, args.c});
+      product.accumulate = true;
+      product.bias = false;
+    }
+  }
+
+  static std::pair<int64_t, int64_t> strides(int64_t ld, bool transposed) {
+    return transposed ? std::pair(int64_t{1}, ld) : std::pair(ld, int64_t{1});
+  }
+
+  // The operands become fp32 panel by panel and the product runs in fp32; a 16-bit c is rounded
+  // once, from sums over the whole depth.
+  void run_in_panels(const MatmulArgs& args) {
+    const Panels panel = choose_panels(args);
+    for (int64_t n = 0; n < args.n; n += panel.n) {
+      for (int64_t m = 0; m < args.m; m += panel.m) {
+        MatmulArgs part = args;
+        part.m = std::min(panel.m, args.m - m);
+        part.n = std::min(panel.n, args.n - n);
+        part.a = at(args.a, args.trans_a ? m : m * args.lda, args.in_dtype);
+        part.b = at(args.b, args.trans_b ? n * args.ldb : n, args.in_dtype);
+        part.c = at(args.c, m * args.ldc + n, args.out_dtype);
+        if (args.bias) part.bias = at(args.bias, n, args.in_dtype);
+        const bool b_is_there = m > 0 && panel.k == args.k;
+        run_panel(part, panel, b_is_there);
+      }
+    }
+  }
+
+  void run_panel(const MatmulArgs& part, const Panels& panel, bool b_is_there) {
+    float* b = panels_;
+    float* a = b + panel.k * panel.n;
+    float* sums = a + panel.m * panel.k;
+    const bool direct = part.out_dtype == DType::kF32;
+    float* c = direct ? static_cast<float*>(part.c) : sums;
+    const int64_t ldc = direct ? part.ldc : panel.n;
+    for (int64_t k = 0; k < part.k; k += panel.k) {
+      const int64_t depth = std::min(panel.k, part.k - k);
+      const void* from_a = at(part.a, part.trans_a ? k * part.lda : k, part.in_dtype);
+      const void* from_b = at(part.b, part.trans_b ? k : k * part.ldb, part.in_dtype);
+      const int64_t lda = widen(part.in_dtype, from_a, part.lda, a, part.m, depth, part.trans_a);
+      const int64_t ldb = part.trans_b ? depth : part.n;
+      if (!b_is_there) widen(part.in_dtype, from_b, part.ldb, b, depth, part.n, part.trans_b);
+      Product product = {part.m, part.n, depth,     0,         0,     0,
+                         0,      ldc,    Type::f32, Type::f32, false, k > 0 || part.accumulate};
+      std::tie(product.a_row, product.a_col) = strides(lda, part.trans_a);
+      std::tie(product.b_row, product.b_col) = strides(ldb, part.trans_b);
+      gemm_.run(product, {a, b, nullptr, c});
+    }
+    finish_panel(part, c, ldc);
+  }
+
+  // Rows of a (rows, cols) operand, as they are stored, to dense fp32 rows; returns their length.
+  int64_t widen(DType dtype, const void* from, int64_t ld, float* to, int64_t rows, int64_t cols,
+                bool transposed) {
+    if (transposed) std::swap(rows, cols);
+    const Kernels& kernels = kernels_of(kernels_, dtype);
+    parallel_for(threads_, rows,
+                 [&](int64_t r) { kernels.widen(at(from, r * ld, dtype), to + r * cols, cols); });
+    return cols;
+  }
+
+  void finish_panel(const MatmulArgs& part, float* c, int64_t ldc) {
+    const bool rounds = part.out_dtype != DType::kF32;
+    if (!rounds && !part.bias) return;
+    parallel_for(threads_, part.m, [&](int64_t r) {
+      float* row = c + r * ldc;
+      if (part.bias) kernels_of(kernels_, part.in_dtype).accumulate(row, part.bias, part.n);
+      if (rounds) {
+        void* to = at(part.c, r * part.ldc, part.out_dtype);
+        kernels_of(kernels_, part.out_dtype).narrow(row, to, part.n);
+      }
+    });
+  }
+
+  const KernelSet& kernels_;
+  const int threads_;
+  float* const panels_;
+  Gemm gemm_;
+  const bool native_bf16_;
+};
+
+}  // namespace
+
+size_t onednn_matmul_workspace_bytes(int threads) {
+  return kPanelBytes + static_cast<size_t>(threads) * kScratchpadBytesPerThread;
+}
+
+std::unique_ptr<Matmul> make_onednn_matmul(const KernelSet& kernels, int threads,
+                                           Workspace workspace) {
+  return std::make_unique<OneDnnMatmul>(kernels, threads, workspace);
+}
+
+}  // namespace orlop::host
