@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <map>
 #include <utility>
 
 #include "base/bytes.h"
@@ -361,28 +360,8 @@ class Engine::Impl {
     return update;
   }
 
-  // A last step may have fewer micro-batches; its plan has the same placement.
-  const StepPlan& train_plan(size_t micro_batches) {
-    const PlanInput& input = planning_.input;
-    if (static_cast<int>(micro_batches) == input.micro_batches) return planning_.planned.train;
-    check(micro_batches >= 1 && static_cast<int>(micro_batches) < input.micro_batches, ErrorCode::kUsage,
-          "step: {} micro-batches given, accumulation_steps is {}", micro_batches, input.micro_batches);
-    std::unique_ptr<StepPlan>& plan = shorter_plans_[static_cast<int>(micro_batches)];
-    if (!plan) {
-      PlanInput shorter = input;
-      shorter.micro_batches = static_cast<int>(micro_batches);
-      PlacementPlan placement = planning_.planned.placement;
-      placement.wave = std::min(placement.wave, shorter.micro_batches);
-      plan = std::make_unique<StepPlan>(make_train_plan(shorter, placement));
-      ORLOP_INVARIANT(plan->device_bytes <= planning_.planned.train.device_bytes &&
-                      plan->host_bytes <= host_arena_->capacity_bytes());
-    }
-    return *plan;
-  }
-
   StepResult run_step(std::span<const MicroBatch> batches) {
     const auto begin = std::chrono::steady_clock::now();
-    const StepPlan& plan = train_plan(batches.size());
     AdamHyper hyper;
     hyper.lr = schedule_(applied_steps_);
     hyper.beta1 = config_.optimizer.beta1;
@@ -394,13 +373,14 @@ class Engine::Impl {
     hyper.seed = config_.seed;
     const float loss_scale = scaler_.scale();
     const WalkResult walk =
-        executor_->walk(plan, {.batches = batches,
+        executor_->walk(planning_.planned.train,
+                       {.batches = batches,
                                .loss_scale = loss_scale,
                                .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
                                .version = version_,
                                .hyper = hyper});
     ++version_;
-    optimizer_->submit({&executor_->scalars_event(), executor_->host_scalars(), hyper, version_, hyper.step});
+    optimizer_->submit({walk.scalars, hyper, version_, hyper.step});
     if (backend().info().is_host && planning_.threads <= kFewCores) {
       const auto wait_begin = std::chrono::steady_clock::now();
       optimizer_->wait_idle();
@@ -487,7 +467,6 @@ class Engine::Impl {
   std::vector<Gate> gates_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<OptimizerQueue> optimizer_;
-  std::map<int, std::unique_ptr<StepPlan>> shorter_plans_;
   int64_t applied_steps_ = 0;
   uint32_t version_ = 0;
   double exposed_seconds_ = 0;

@@ -1,5 +1,5 @@
-// Placement, budget, prefetch, waves, threads and instruction sets change where bytes lie and when they
-// move, never a bit of the result.
+// Placement, budget, prefetch, waves, threads and instruction sets change where bytes lie and when
+// they move, never a bit of the result.
 
 #include <gtest/gtest.h>
 
@@ -46,9 +46,8 @@ std::vector<Variant> variants(const std::string& model) {
   const auto add = [&](std::string name, std::function<void(EngineConfig&)> change) {
     all.push_back({std::move(name), std::move(change)});
   };
-  add("least device", [model](EngineConfig& c) {
-    c.limits.device_bytes = least_device_bytes(model, c);
-  });
+  add("least device",
+      [model](EngineConfig& c) { c.limits.device_bytes = least_device_bytes(model, c); });
   for (const size_t percent : {3, 8, 15}) {
     add("device budget +" + std::to_string(percent) + " %", [model, percent](EngineConfig& c) {
       const size_t least = least_device_bytes(model, c);
@@ -77,10 +76,11 @@ std::vector<Variant> variants(const std::string& model) {
     });
   }
   for (const int blocks : {1, 3, 5}) {
-    add("optimizer of " + std::to_string(blocks) + " blocks on the device", [blocks](EngineConfig& c) {
-      c.placement.device_optimizer_blocks = blocks;
-      c.placement.wave = 1 + blocks % 3;
-    });
+    add("optimizer of " + std::to_string(blocks) + " blocks on the device",
+        [blocks](EngineConfig& c) {
+          c.placement.device_optimizer_blocks = blocks;
+          c.placement.wave = 1 + blocks % 3;
+        });
   }
   all.push_back({"evaluation between steps", [](EngineConfig&) {}, true});
   all.push_back({"evaluation between steps, least device",
@@ -138,7 +138,8 @@ INSTANTIATE_TEST_SUITE_P(
     , OffloadEqualsResident,
     ::testing::Values(Case{"fp32", TinyFamily::kLlama, Precision::kF32, DType::kF32},
                       Case{"bf16", TinyFamily::kLlamaTied, Precision::kBF16, DType::kF32},
-                      Case{"bf16_rounded_moments", TinyFamily::kQwen3, Precision::kBF16, DType::kBF16},
+                      Case{"bf16_rounded_moments", TinyFamily::kQwen3, Precision::kBF16,
+                           DType::kBF16},
                       Case{"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}),
     [](const auto& info) { return info.param.name; });
 
@@ -154,7 +155,8 @@ TEST_P(OffloadEqualsResident, ForEveryThreadCount) {
   };
   const RunRecord expected = run_with_threads(1, 0);
   for (const int threads : {2, 3, 4, 5, 6}) {
-    EXPECT_TRUE(same_bits(expected, run_with_threads(threads, threads % 3))) << threads << " threads";
+    EXPECT_TRUE(same_bits(expected, run_with_threads(threads, threads % 3)))
+        << threads << " threads";
   }
 }
 
@@ -184,7 +186,8 @@ TEST(InstructionSets, GiveTheSameBits) {
   EXPECT_TRUE(same_bits(expected, run_under("avx512")));
 }
 
-// One batch of eight rows, cut into micro-batches in four ways: only the order of summation differs.
+// One batch of eight rows, cut into micro-batches in four ways: only the order of summation
+// differs.
 TEST(Accumulation, DoesNotDependOnTheMicroBatch) {
   const TempFolder folder;
   write_tiny_model(folder.path(), TinyFamily::kLlama);
@@ -224,7 +227,8 @@ TEST(Accumulation, DoesNotDependOnTheMicroBatch) {
         difference += std::pow(static_cast<double>(found.at(name)[i]) - values[i], 2);
         norm += std::pow(static_cast<double>(values[i]), 2);
       }
-      EXPECT_LE(std::sqrt(difference), 1e-6 * std::sqrt(norm)) << name << ", micro-batches of " << rows;
+      EXPECT_LE(std::sqrt(difference), 1e-6 * std::sqrt(norm))
+          << name << ", micro-batches of " << rows;
     }
   }
 }

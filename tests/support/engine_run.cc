@@ -21,9 +21,8 @@ template <typename T>
   }
   for (size_t i = 0; i < expected.size(); ++i) {
     if (std::bit_cast<uint64_t>(expected[i]) != std::bit_cast<uint64_t>(found[i])) {
-      return ::testing::AssertionFailure()
-             << fmt::format("{} of step {}: {:.17g} instead of {:.17g}", what, i + 1, found[i],
-                            expected[i]);
+      return ::testing::AssertionFailure() << fmt::format(
+                 "{} of step {}: {:.17g} instead of {:.17g}", what, i + 1, found[i], expected[i]);
     }
   }
   return ::testing::AssertionSuccess();
@@ -37,8 +36,8 @@ States read_states(Engine& engine) {
                                                      {StateKind::kExpAvgSq, ".exp_avg_sq"}};
   States states;
   for (const TensorDescription& tensor : engine.tensors()) {
-    const int64_t numel = std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1},
-                                          std::multiplies<>());
+    const int64_t numel =
+        std::accumulate(tensor.shape.begin(), tensor.shape.end(), int64_t{1}, std::multiplies<>());
     for (const auto& [kind, suffix] : kinds) {
       std::vector<float>& values = states[tensor.name + suffix];
       values.resize(static_cast<size_t>(numel));
@@ -79,13 +78,13 @@ RunRecord run(Engine& engine, const RunOptions& options) {
     const auto other = found.find(name);
     if (other == found.end()) return ::testing::AssertionFailure() << "no state " << name;
     if (other->second.size() != values.size()) {
-      return ::testing::AssertionFailure() << name << " has " << other->second.size() << " elements";
+      return ::testing::AssertionFailure()
+             << name << " has " << other->second.size() << " elements";
     }
     for (size_t i = 0; i < values.size(); ++i) {
       if (std::bit_cast<uint32_t>(values[i]) != std::bit_cast<uint32_t>(other->second[i])) {
-        return ::testing::AssertionFailure()
-               << fmt::format("{}[{}]: {:.9g} instead of {:.9g}", name, i, other->second[i],
-                              values[i]);
+        return ::testing::AssertionFailure() << fmt::format("{}[{}]: {:.9g} instead of {:.9g}",
+                                                            name, i, other->second[i], values[i]);
       }
     }
   }

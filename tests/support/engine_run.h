@@ -12,7 +12,8 @@
 
 namespace orlop::test {
 
-// Masters and moments of every tensor: "<tensor>.master", "<tensor>.exp_avg", "<tensor>.exp_avg_sq".
+// Masters and moments of every tensor: "<tensor>.master", "<tensor>.exp_avg",
+// "<tensor>.exp_avg_sq".
 using States = std::map<std::string, std::vector<float>>;
 
 States read_states(Engine& engine);
@@ -25,8 +26,8 @@ struct RunRecord {
   States states;
 };
 
-// The micro-batches of step `step` (from 1): a pure function of the arguments, so that a resumed run
-// sees what the straight one saw.
+// The micro-batches of step `step` (from 1): a pure function of the arguments, so that a resumed
+// run sees what the straight one saw.
 std::vector<MicroBatch> batches_of_step(const EngineConfig& config, int64_t vocab, int64_t step);
 
 struct RunOptions {
@@ -44,8 +45,8 @@ RunRecord run(Engine& engine, const RunOptions& options);
 ::testing::AssertionResult same_states(const States& expected, const States& found);
 ::testing::AssertionResult same_bits(const RunRecord& expected, const RunRecord& found);
 
-// A configuration for tiny models on the host device: 2 x 16 tokens, 3 micro-batches, a learning rate at
-// which every step shows.
+// A configuration for tiny models on the host device: 2 x 16 tokens, 3 micro-batches, a learning
+// rate at which every step shows.
 EngineConfig tiny_engine_config(Precision precision);
 
 }  // namespace orlop::test
