@@ -297,9 +297,12 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   for (const DecayRun& run : decay_runs(input_.layout.flat_params[static_cast<size_t>(op.param)])) {
     const size_t begin = static_cast<size_t>(run.begin);
     DeviceAdamArgs args;
-    args.param = base + begin * dtype_bytes(input_.compute_dtype);
-    args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
-    args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    if (input_.compute_dtype != DType::kF32) args.param = base + begin * dtype_bytes(input_.compute_dtype);
+    if (input_.compute_dtype == DType::kBF16) {
+      args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+    } else {
+      args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    }
     args.exp_avg = base + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
     args.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
     args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
