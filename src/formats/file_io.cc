@@ -10,7 +10,6 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
-#include "formats/xxh3_stream.h"
 
 namespace orlop {
 namespace {
@@ -96,6 +95,18 @@ void write_at(const UniqueFd& fd, const fs::path& path, size_t offset,
   }
 }
 
+void reserve_space(const UniqueFd& fd, const fs::path& path, size_t bytes) {
+  if (bytes == 0) return;
+  int result = 0;
+  do {
+    result = ::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {
+    fail(ErrorCode::kIo, "cannot reserve {} ({} bytes) for '{}': {}; {}", format_bytes(bytes),
+         bytes, path.string(), errno_text(errno), free_space_text(path));
+  }
+}
+
 void sync_file(const UniqueFd& fd, const fs::path& path) {
   if (::fsync(fd.get()) != 0) {
     fail(ErrorCode::kIo, "cannot bring '{}' to stable storage: {}; {}", path.string(),
@@ -144,16 +155,15 @@ void write_text_file(const fs::path& path, std::string_view text) {
   }
 }
 
-uint64_t xxh3_of_file(const UniqueFd& fd, const fs::path& path, size_t bytes) {
-  Xxh3Stream hash;
-  std::vector<std::byte> buffer(std::min(bytes, 4 * kMiB));
-  for (size_t offset = 0; offset < bytes;) {
-    const std::span<std::byte> piece(buffer.data(), std::min(buffer.size(), bytes - offset));
-    read_at(fd, path, offset, piece);
+void update_xxh3(Xxh3Stream& hash, const UniqueFd& fd, const fs::path& path, size_t begin,
+                 size_t end) {
+  std::vector<std::byte> buffer(std::min(end - begin, 4 * kMiB));
+  while (begin < end) {
+    const std::span<std::byte> piece(buffer.data(), std::min(buffer.size(), end - begin));
+    read_at(fd, path, begin, piece);
     hash.update(piece);
-    offset += piece.size();
+    begin += piece.size();
   }
-  return hash.digest();
 }
 
 }  // namespace orlop

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "base/unique_fd.h"
+#include "formats/xxh3_stream.h"
 
 namespace orlop {
 
@@ -29,6 +30,10 @@ void read_at(const UniqueFd& fd, const std::filesystem::path& path, size_t offse
 void write_at(const UniqueFd& fd, const std::filesystem::path& path, size_t offset,
               std::span<const std::byte> bytes);
 
+// Takes the disk space of a file of `bytes`, so that a full disk shows before the first byte is
+// written. Does nothing where the file system cannot.
+void reserve_space(const UniqueFd& fd, const std::filesystem::path& path, size_t bytes);
+
 // Until the bytes of the file are on stable storage.
 void sync_file(const UniqueFd& fd, const std::filesystem::path& path);
 
@@ -44,7 +49,8 @@ std::string read_text_file(const std::filesystem::path& path, size_t max_bytes);
 // Writes `path`.tmp, syncs it and renames it: readers see the old text or the new one.
 void write_text_file(const std::filesystem::path& path, std::string_view text);
 
-// XXH3-64 of the bytes [0, bytes) of a file, streamed.
-uint64_t xxh3_of_file(const UniqueFd& fd, const std::filesystem::path& path, size_t bytes);
+// Continues `hash` with the bytes [begin, end) of the file.
+void update_xxh3(Xxh3Stream& hash, const UniqueFd& fd, const std::filesystem::path& path,
+                 size_t begin, size_t end);
 
 }  // namespace orlop

@@ -14,8 +14,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "files are read as little-endian");
 
-constexpr const char* kMetadataKey = "__metadata__";
-
 std::optional<DType> dtype_from_name(std::string_view name) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kF64, DType::kI64,
                             DType::kI32, DType::kI16, DType::kI8, DType::kU8, DType::kBool}) {
@@ -138,7 +136,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, size_t data_by
   const nlohmann::json root = parse_json(json, file);
   SafetensorsHeader header;
   for (const auto& [name, value] : root.items()) {
-    if (name == kMetadataKey) {
+    if (name == kSafetensorsMetadataKey) {
       header.metadata = parse_metadata(value, file);
     } else {
       header.entries.push_back(parse_entry(name, value, data_bytes, file));
@@ -154,7 +152,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view json, size_t data_by
 
 std::string make_safetensors_header(const SafetensorsHeader& header, size_t data_alignment) {
   nlohmann::ordered_json root = nlohmann::ordered_json::object();
-  if (!header.metadata.empty()) root[kMetadataKey] = header.metadata;
+  if (!header.metadata.empty()) root[kSafetensorsMetadataKey] = header.metadata;
   for (const SafetensorsEntry& entry : header.entries) {
     root[entry.name] = {{"dtype", dtype_name(entry.dtype)},
                         {"shape", entry.shape},

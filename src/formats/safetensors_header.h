@@ -17,6 +17,8 @@ inline constexpr size_t kSafetensorsLengthBytes = 8;
 // The limit of the reference implementation.
 inline constexpr size_t kSafetensorsMaxHeaderBytes = 100'000'000;
 
+inline constexpr const char* kSafetensorsMetadataKey = "__metadata__";
+
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
 struct SafetensorsEntry {
