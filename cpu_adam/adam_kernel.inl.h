@@ -13,6 +13,10 @@
 //   add_squares(Float, Double*)   adds the squares to kWidth / kDoubleWidth consecutive sums
 //   store_sums(double*, Double)
 
+constexpr int64_t kCacheLineBytes = 64;
+constexpr int64_t kBlockElements = kCacheLineBytes / 2;  // a line of the 16-bit planes, two of the others
+constexpr int64_t kPrefetchElements = 512;  // by measurement: without, 15 % slower; 2048, 8 %
+
 template <class L>
 typename L::Bits random_bits(typename L::Bits index_low, const AdamRngKey& key) {
   typename L::Bits x = index_low ^ L::broadcast(key.first);
@@ -109,6 +113,23 @@ template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
   }
 }
 
+// Asks for the block of every plane that the loop reaches kPrefetchElements later. Five streams are more
+// than the hardware's own prefetchers keep up with. A prefetch never faults, so the end needs no care.
+template <MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
+[[gnu::always_inline]] inline void prefetch_block(const AdamChunk& chunk, int64_t i) {
+  const auto fetch = [i](const void* plane, int64_t element_bytes) {
+    const char* block = static_cast<const char*>(plane) + (i + kPrefetchElements) * element_bytes;
+    __builtin_prefetch(block);
+    if (element_bytes == 4) __builtin_prefetch(block + kCacheLineBytes);
+  };
+  if constexpr (kMaster != kMasterAlone) fetch(chunk.param, 2);
+  if constexpr (kMaster == kSplitBf16) fetch(chunk.lo, 2);
+  if constexpr (kMaster != kSplitBf16) fetch(chunk.master, 4);
+  fetch(chunk.exp_avg, kMoment == kMomentF32 ? 4 : 2);
+  fetch(chunk.exp_avg_sq, kMoment == kMomentF32 ? 4 : 2);
+  fetch(chunk.grad, kGrad == kGradF32 ? 4 : 2);
+}
+
 // The last elements, fewer than one vector, moved through a padded copy of every plane: nothing
 // outside the chunk is touched, and the arithmetic is that of all other elements.
 template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
@@ -164,6 +185,12 @@ void adam_chunk(const AdamChunk& chunk_in, const AdamConstants& constants_in) {
   const AdamChunk chunk = chunk_in;
   const AdamConstants constants = constants_in;
   int64_t i = 0;
+  for (; i + kBlockElements <= chunk.numel; i += kBlockElements) {
+    prefetch_block<kMaster, kMoment, kGrad>(chunk, i);
+    for (int64_t j = 0; j < kBlockElements; j += L::kWidth) {
+      update<L, kMaster, kMoment, kGrad>(chunk, constants, i + j);
+    }
+  }
   for (; i + L::kWidth <= chunk.numel; i += L::kWidth) {
     update<L, kMaster, kMoment, kGrad>(chunk, constants, i);
   }

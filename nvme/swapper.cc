@@ -89,8 +89,8 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   std::condition_variable idle;
   IoQueue* queue = nullptr;  // null once the swapper shuts down
   std::vector<Chunk> chunks;
-  size_t running = 0;  // operations that have not ended
-  std::exception_ptr first_error;
+  size_t running = 0;              // operations that have not ended
+  std::exception_ptr first_error;  // of a swap_out, since the last flush()
   SwapStats stats;
   int64_t day = 0;
 
@@ -306,12 +306,12 @@ void Swapper::State::finish(const std::shared_ptr<Operation>& operation, std::ex
       } catch (const std::exception& reason) {
         chunk.lost = reason.what();
       }
+      if (!first_error) first_error = error;
     } else if (operation->op == IoOp::kWrite) {
       chunk.lost.clear();
       chunk.version = operation->request.version;
       chunk.checksum = operation->checksum;
     }
-    if (error && !first_error) first_error = error;
     chunk.queue.pop_front();
     if (!chunk.queue.empty()) next = chunk.queue.front();
   }

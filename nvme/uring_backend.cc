@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <fstream>
 #include <thread>
@@ -18,6 +19,8 @@ namespace {
 constexpr uint64_t kWakeToken = ~uint64_t{0};
 constexpr unsigned kFileSlots = 64;
 constexpr unsigned kBufferSlots = 1024;  // older kernels take no more
+constexpr unsigned kProbeOps = 256;
+constexpr size_t kProbeBytes = sizeof(io_uring_probe) + kProbeOps * sizeof(io_uring_probe_op);
 constexpr auto kPause = std::chrono::microseconds(50);
 
 int read_disabled_sysctl() {
@@ -66,16 +69,15 @@ UringBackend::~UringBackend() { io_uring_queue_exit(&ring_); }
 
 // A profile may allow the set-up and forbid the rest, so one empty request goes through the ring.
 void UringBackend::try_ring() {
-  io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
-  const bool complete = probe && io_uring_opcode_supported(probe, IORING_OP_READ) &&
-                        io_uring_opcode_supported(probe, IORING_OP_WRITE_FIXED) &&
-                        io_uring_opcode_supported(probe, IORING_OP_POLL_ADD);
-  const int probe_error = errno;
-  if (probe) io_uring_free_probe(probe);
-  if (!complete) refuse("io_uring_register", probe ? ENOSYS : probe_error);
+  alignas(io_uring_probe) std::array<std::byte, kProbeBytes> memory{};
+  auto* const probe = reinterpret_cast<io_uring_probe*>(memory.data());
+  int result = io_uring_register_probe(&ring_, probe, kProbeOps);
+  if (result < 0) refuse("io_uring_register", -result);
+  for (const int op : {IORING_OP_READ, IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD}) {
+    if (!io_uring_opcode_supported(probe, op)) refuse("io_uring_register", ENOSYS);
+  }
 
   io_uring_prep_nop(io_uring_get_sqe(&ring_));
-  int result = 0;
   do {
     result = io_uring_submit_and_wait(&ring_, 1);
   } while (result == -EINTR);

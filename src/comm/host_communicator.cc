@@ -54,6 +54,8 @@ void HostCommunicator::all_gather(Queue& queue, const void* send, void* recv, in
 
 void HostCommunicator::reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count,
                                       DType dtype) {
+  check(is_summable(dtype), ErrorCode::kCommunicator,
+        "reduce_scatter of {} values; only floating-point types are summed", dtype_name(dtype));
   issue(queue, {.kind = CollectiveKind::kReduceScatter,
                 .dtype = dtype,
                 .count = count,
@@ -72,6 +74,11 @@ void HostCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DTyp
                 .recv = buffer});
 }
 
+bool is_summable(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kBF16 ||
+         dtype == DType::kF16;
+}
+
 void sum_in_order(std::span<const void* const> from, void* to, int64_t count, DType dtype) {
   const auto same = [](auto value) { return value; };
   switch (dtype) {
@@ -84,8 +91,7 @@ void sum_in_order(std::span<const void* const> from, void* to, int64_t count, DT
     case DType::kF16:
       return sum_rows<uint16_t>(from, to, count, fp16_to_float, float_to_fp16);
     default:
-      fail(ErrorCode::kCommunicator, "a sum over ranks of {} values is not defined",
-           dtype_name(dtype));
+      fail(ErrorCode::kInternal, "no sum over ranks of {} values", dtype_name(dtype));
   }
 }
 

@@ -52,9 +52,11 @@ class HostCommunicator : public Communicator {
   Issue issue_;
 };
 
-// to[i] = sum over `from`, in their order, of from[r][i]. fp32 sums for the types of up to 32 bits,
-// one rounding. `to` may be one of `from`. Throws Error(kCommunicator) for types that are not
-// floating-point.
+// True for the types that sum_in_order() adds.
+bool is_summable(DType dtype);
+
+// to[i] = sum over `from`, in their order, of from[r][i]; the types of up to 32 bits in fp32 with
+// one rounding. `to` may be one of `from`.
 void sum_in_order(std::span<const void* const> from, void* to, int64_t count, DType dtype);
 
 }  // namespace orlop

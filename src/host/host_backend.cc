@@ -14,7 +14,6 @@
 namespace orlop {
 namespace {
 
-using host::FailureCounter;
 using host::HostEvent;
 using host::HostQueue;
 using host::MappedMemory;
@@ -28,10 +27,10 @@ class HostBackend final : public Backend {
                                 .threads = options.threads,
                                 .workspace = {workspace_.data(), workspace_.bytes()}});
     const std::array<const char*, kQueueKinds> names = {"compute", "upload", "offload", "comm"};
-    const auto failures = std::make_shared<FailureCounter>(0);
+    const auto group = std::make_shared<host::QueueGroup>();
     for (size_t kind = 0; kind < names.size(); ++kind) {
       queues_[kind] = std::make_unique<HostQueue>(
-          host::HostQueueOptions{names[kind], options.threads, options.tracer, failures});
+          host::HostQueueOptions{names[kind], options.threads, options.tracer, group});
     }
   }
 

@@ -142,10 +142,8 @@ Progress::Failure HostQueue::drain() {
 }
 
 void HostQueue::stop() {
-  {
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
-  }
+  options_.group->stopped = true;
+  { std::lock_guard lock(mutex_); }  // whoever has just found it unset now waits, and is woken
   not_empty_.notify_all();
   not_full_.notify_all();
   if (std::atomic<uint32_t>* gate = waited_gate_.load()) {
@@ -156,8 +154,8 @@ void HostQueue::stop() {
 
 void HostQueue::push(Item item) {
   std::unique_lock lock(mutex_);
-  not_full_.wait(lock, [this] { return count_ < ring_.size() || stopped_; });
-  if (stopped_) return;
+  not_full_.wait(lock, [this] { return count_ < ring_.size() || options_.group->stopped; });
+  if (options_.group->stopped) return;
   ring_[(head_ + count_) % ring_.size()] = std::move(item);
   ++count_;
   ++issued_;
@@ -170,7 +168,7 @@ void HostQueue::loop() {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      not_empty_.wait(lock, [this] { return count_ > 0 || stopped_; });
+      not_empty_.wait(lock, [this] { return count_ > 0 || options_.group->stopped; });
       if (count_ == 0) return;
       item = std::move(ring_[head_]);
       head_ = (head_ + 1) % ring_.size();
@@ -178,7 +176,7 @@ void HostQueue::loop() {
       ++started_;
     }
     not_full_.notify_one();
-    if (!stopped_ && !progress_->failed()) execute(item);
+    if (!options_.group->stopped && !progress_->failed()) execute(item);
     progress_->advance();
   }
 }
@@ -203,20 +201,20 @@ void HostQueue::execute(Item& item) {
 }
 
 // stop() stores kFailed into the gate that is announced here. Either it sees the announcement, or
-// this thread sees stopped_; versions only grow, so a later store by the owner wakes the wait as
+// this thread sees `stopped`; versions only grow, so a later store by the owner wakes the wait as
 // well.
 void HostQueue::await_gate(const Item& item) {
   waited_gate_ = item.gate.value;
   for (;;) {
     const uint32_t value = item.gate.value->load(std::memory_order_acquire);
-    if (value >= item.version || stopped_) break;
+    if (value >= item.version || options_.group->stopped) break;
     item.gate.value->wait(value, std::memory_order_acquire);
   }
   waited_gate_ = nullptr;
 }
 
 void HostQueue::fail_with_current_exception(const char* name) {
-  const uint64_t order = options_.failures->fetch_add(1);
+  const uint64_t order = options_.group->failures.fetch_add(1);
   std::exception_ptr error;
   try {
     throw;

@@ -63,14 +63,17 @@ class HostEvent final : public Event {
   Point point_;
 };
 
-// Counts failures so that "the first" is defined across the queues of one backend.
-using FailureCounter = std::atomic<uint64_t>;
+// What the queues of one backend share.
+struct QueueGroup {
+  std::atomic<uint64_t> failures{0};  // so far: tells which of two queues failed first
+  std::atomic<bool> stopped{false};   // nothing is executed any more
+};
 
 struct HostQueueOptions {
   std::string name;
   int threads = 1;  // of the OpenMP teams that the queue's work starts
   Tracer* tracer = nullptr;
-  std::shared_ptr<FailureCounter> failures;
+  std::shared_ptr<QueueGroup> group;
 };
 
 // A thread that runs closures in the order of issue, from a ring of fixed capacity: issuing into a
@@ -134,7 +137,6 @@ class HostQueue final : public Queue {
   uint64_t issued_ = 0;
   uint64_t started_ = 0;  // ticket of the item that runs; the queue's thread only
   std::atomic<std::atomic<uint32_t>*> waited_gate_{nullptr};
-  std::atomic<bool> stopped_{false};
   std::thread thread_;
 };
 

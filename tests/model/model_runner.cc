@@ -13,7 +13,8 @@
 namespace orlop {
 namespace {
 
-constexpr size_t kArenaBytes = 96 * kMiB;
+constexpr size_t kArenaBytes = 24 * kMiB;
+constexpr size_t kWorkspaceBudget = 64 * kMiB;  // of the operations
 constexpr size_t kGuardBytes = 512;
 constexpr int kNanByte = 0xff;  // every float, bf16 and fp16 made of it is a NaN
 constexpr char kGuardByte = 0x5a;
@@ -72,8 +73,9 @@ ModelRunner::ModelRunner(TransformerConfig config, DType dtype, bool reference_o
       layout_(make_layout(config_)),
       dtype_(dtype),
       max_rows_(max_rows),
-      backend_(make_host_backend(
-          {.device_bytes = 2 * kArenaBytes, .threads = 2, .reference_ops = reference_ops})) {
+      backend_(make_host_backend({.device_bytes = kArenaBytes + kWorkspaceBudget,
+                                  .threads = 1,
+                                  .reference_ops = reference_ops})) {
   Workspace arena(backend_->allocate_arena(kArenaBytes));
   for (const FlatParamLayout& flat : layout_.flat_params) {
     params_.push_back(arena.take(flat.numel, dtype_));
@@ -85,9 +87,8 @@ ModelRunner::ModelRunner(TransformerConfig config, DType dtype, bool reference_o
     blocks_.push_back(make_block(config_, layout_, static_cast<int>(b), dtype_));
     activations_.push_back(arena.take(max_rows_ * config_.hidden, dtype_));
     for (const bool backward : {false, true}) {
-      workspace_capacity_ =
-          std::max(workspace_capacity_,
-                   blocks_.back()->workspace_bytes(backend_->ops(), shape, backward));
+      workspace_capacity_ = std::max(
+          workspace_capacity_, blocks_.back()->workspace_bytes(backend_->ops(), shape, backward));
     }
   }
   grad_ = arena.take(max_rows_ * config_.hidden, dtype_);
@@ -126,11 +127,9 @@ void ModelRunner::call(size_t block, const BatchView& batch, void* input, void* 
   Queue& queue = backend_->queue(QueueKind::kCompute);
   int64_t longest = 0;
   for (size_t i = 1; i < batch.cu_seqlens_host.size(); ++i) {
-    longest =
-        std::max<int64_t>(longest, batch.cu_seqlens_host[i] - batch.cu_seqlens_host[i - 1]);
+    longest = std::max<int64_t>(longest, batch.cu_seqlens_host[i] - batch.cu_seqlens_host[i - 1]);
   }
-  const size_t promised =
-      target.workspace_bytes(backend_->ops(), {batch.rows, longest}, backward);
+  const size_t promised = target.workspace_bytes(backend_->ops(), {batch.rows, longest}, backward);
   check(promised <= workspace_capacity_, ErrorCode::kInternal,
         "a smaller batch needs more workspace: {} > {}", promised, workspace_capacity_);
   std::memset(workspace_, kNanByte, promised);

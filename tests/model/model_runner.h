@@ -27,9 +27,9 @@ struct TestBatch {
   int64_t labelled() const;
 };
 
-// The simplest executor: everything resident, block after block. Before every call it fills the workspace,
-// and what a call must write, with NaN, and it checks afterwards that nothing beyond the promised bytes was
-// touched.
+// The simplest executor: everything resident, block after block. Before every call it fills the
+// workspace, and what a call must write, with NaN, and it checks afterwards that nothing beyond the
+// promised bytes was touched.
 class ModelRunner {
  public:
   ModelRunner(TransformerConfig config, DType dtype, bool reference_ops, int64_t max_rows);

@@ -67,8 +67,8 @@ class ParityTest : public testing::TestWithParam<std::string> {
     return mean_loss(read_floats(*reference_, name + ".row_loss"), batch(name));
   }
 
-  // Without rotation a key bias shifts all scores of a row alike: its true gradient is zero, what is
-  // computed is rounding. Cut out of the fused c_attn bias; the rest of it is compared.
+  // Without rotation a key bias shifts all scores of a row alike: its true gradient is zero, what
+  // is computed is rounding. Cut out of the fused c_attn bias; the rest of it is compared.
   std::vector<float> comparable(const std::string& name, std::vector<float> gradient) const {
     if (!config_.rope.enabled && name.ends_with("c_attn.bias")) {
       const auto keys = gradient.begin() + config_.q_width();
@@ -82,8 +82,8 @@ class ParityTest : public testing::TestWithParam<std::string> {
     double worst = 0;
     for (const FlatParamLayout& flat : model.layout().flat_params) {
       for (const Segment& segment : flat.segments) {
-        std::vector<float> want = comparable(
-            segment.name, read_floats(*reference_, batch + ".grad." + segment.name));
+        std::vector<float> want =
+            comparable(segment.name, read_floats(*reference_, batch + ".grad." + segment.name));
         for (float& value : want) value = static_cast<float>(value * factor);
         const std::vector<float> got = comparable(segment.name, model.grad(segment.name));
         const Difference off = compare(got, want);
@@ -131,7 +131,9 @@ TEST_P(ParityTest, RowLossesMatchAndIgnoredRowsAreZero) {
   const std::vector<float> want = read_floats(*reference_, "packed.row_loss");
   for (size_t row = 0; row < want.size(); ++row) {
     EXPECT_NEAR(got[row], want[row], 1e-5 * std::max(1.0f, want[row])) << "row " << row;
-    if (data.labels[row] < 0) EXPECT_EQ(got[row], 0.0f) << "row " << row;
+    if (data.labels[row] < 0) {
+      EXPECT_EQ(got[row], 0.0f) << "row " << row;
+    }
   }
 }
 
@@ -168,11 +170,7 @@ TEST_P(ParityTest, LayoutHoldsExactlyTheTensorsOfTheFile) {
     }
   }
   EXPECT_EQ(in_layout, in_file);
-  const auto& metadata = reference_->metadata();
-  const auto count = std::find_if(metadata.begin(), metadata.end(),
-                                  [](const auto& entry) { return entry.first == "parameters"; });
-  ASSERT_NE(count, metadata.end());
-  EXPECT_EQ(std::to_string(layout.trainable_numel()), count->second);
+  EXPECT_EQ(std::to_string(layout.trainable_numel()), reference_->metadata().at("parameters"));
 }
 
 TEST_P(ParityTest, RopeTableMatches) {

@@ -25,7 +25,7 @@ namespace orlop::nvme {
 class TempDir {
  public:
   explicit TempDir(const std::string& parent = ::testing::TempDir()) {
-    std::string name = parent + "/orlop-test-XXXXXX";
+    std::string name = (std::filesystem::path(parent) / "orlop-test-XXXXXX").string();
     EXPECT_NE(::mkdtemp(name.data()), nullptr) << name << ": " << std::strerror(errno);
     path_ = name;
   }
