@@ -17,6 +17,10 @@ function(orlop_install)
   cmake_parse_arguments(arg "" "TARGET" "MODULES" ${ARGN})
   set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/orlop)
 
+  # A wheel keeps no symbolic links: one file, named as the loader asks for it.
+  if(SKBUILD)
+    set_target_properties(${arg_TARGET} PROPERTIES VERSION ${PROJECT_VERSION_MAJOR})
+  endif()
   orlop_install_library(${arg_TARGET})
   install(TARGETS ${arg_TARGET} EXPORT orlop-targets)
   foreach(module ${arg_MODULES})
