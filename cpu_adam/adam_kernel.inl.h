@@ -14,7 +14,8 @@
 //   store_sums(double*, Double)
 
 constexpr int64_t kCacheLineBytes = 64;
-constexpr int64_t kBlockElements = kCacheLineBytes / 2;  // a line of the 16-bit planes, two of the others
+constexpr int64_t kBlockElements =
+    kCacheLineBytes / 2;                    // a line of the 16-bit planes, two of the others
 constexpr int64_t kPrefetchElements = 512;  // by measurement: without, 15 % slower; 2048, 8 %
 
 template <class L>
@@ -84,9 +85,11 @@ void store_moment_bf16(void* plane, int64_t i, typename L::Float moment,
   L::store_u16(static_cast<uint16_t*>(plane) + i, (L::quiet_bits(moment) + random_half) >> 16);
 }
 
-// One vector at element i of the chunk. Always inlined: the loop keeps pointers and constants in registers.
+// One vector at element i of the chunk. Always inlined: the loop keeps pointers and constants in
+// registers.
 template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
-[[gnu::always_inline]] inline void update(const AdamChunk& chunk, const AdamConstants& c, int64_t i) {
+[[gnu::always_inline]] inline void update(const AdamChunk& chunk, const AdamConstants& c,
+                                          int64_t i) {
   using Float = typename L::Float;
   Float g = load_grad<L, kGrad>(chunk.grad, i) * L::broadcast(c.grad_scale);
   Float p = load_master<L, kMaster>(chunk, i);
@@ -113,8 +116,9 @@ template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
   }
 }
 
-// Asks for the block of every plane that the loop reaches kPrefetchElements later. Five streams are more
-// than the hardware's own prefetchers keep up with. A prefetch never faults, so the end needs no care.
+// Asks for the block of every plane that the loop reaches kPrefetchElements later. Five streams are
+// more than the hardware's own prefetchers keep up with. A prefetch never faults, so the end needs
+// no care.
 template <MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
 [[gnu::always_inline]] inline void prefetch_block(const AdamChunk& chunk, int64_t i) {
   const auto fetch = [i](const void* plane, int64_t element_bytes) {

@@ -130,12 +130,6 @@ class Builder {
       emit(OpKind::kUploadBatch, PlanLaneKind::kUpload,
            {{host, false}, {device, true}, {scalars_, true}, {host_scalars_, false}})
           .micro_batch = mb;
-      host_batches_.push_back(host);
-    }
-    // The host fills all staging before the first copy is issued.
-    for (const int host : host_batches_) {
-      plan_.buffers[static_cast<size_t>(host)].first_op = 0;
-      plan_.buffers[static_cast<size_t>(host)].last_op = micro_batches_ - 1;
     }
   }
 
@@ -374,10 +368,13 @@ class Builder {
   StepPlan finish() {
     const int last = static_cast<int>(plan_.ops.size()) - 1;
     for (PlanBuffer& buffer : plan_.buffers) {
-      if (buffer.persistent) buffer.first_op = 0;
-      // The host reads the losses when the step is over.
-      const bool is_read_at_end = buffer.kind == BufferKind::kLoss && buffer.tier == Tier::kHost;
-      if (buffer.persistent || is_read_at_end) buffer.last_op = last;
+      // The host fills all staging before the first copy is issued and attention reads the sequence
+      // bounds there; it reads the losses when the step is over.
+      const bool on_host = buffer.tier == Tier::kHost;
+      const bool is_staging = on_host && buffer.kind == BufferKind::kBatch;
+      const bool is_read_at_end = on_host && buffer.kind == BufferKind::kLoss;
+      if (buffer.persistent || is_staging) buffer.first_op = 0;
+      if (buffer.persistent || is_staging || is_read_at_end) buffer.last_op = last;
     }
     plan_.rope = rope_;
     plan_.norm_sums = sums_;
@@ -422,7 +419,6 @@ class Builder {
   std::vector<ParamState> params_;
   std::vector<Visit> visits_;
   std::vector<int> batches_;
-  std::vector<int> host_batches_;
   std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
   std::vector<std::vector<int>> host_inputs_;  // likewise
   std::vector<int> activation_grads_;

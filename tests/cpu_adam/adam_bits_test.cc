@@ -27,7 +27,8 @@ class EveryLayout : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(EveryLayout, GivesTheSameBitsOnEveryIsaThreadCountAndSplit) {
   if (available_isas().size() < 2) GTEST_SKIP() << "this processor has no AVX2";
-  for (const int64_t numel : {0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 127, 1021, 1024, 1025, 6007}) {
+  for (const int64_t numel :
+       {0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 127, 1021, 1023, 1024, 1025, 4097, 6007}) {
     for (const bool decoupled : {true, false}) {
       AdamHyper hyper = kHyper;
       hyper.decoupled = decoupled;

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// What liborlop_cuda.so exports. It is loaded on demand (dlopen) by a program of the same build, so
+// that nothing else links CUDA; find the functions by the names below.
+namespace orlop {
+
+class Backend;
+class Tracer;
+
+struct CudaBackendOptions {
+  int32_t device_index = 0;  // among the devices that CUDA_VISIBLE_DEVICES leaves
+  // Device memory that everything together may take: context, libraries, workspaces and arena. A
+  // hard limit; 0: what is free.
+  size_t device_bytes = 0;
+  Tracer* tracer = nullptr;  // lanes for copies and kernels; outlives the backend
+  bool deterministic_attention = true;
+  // Choose matmul algorithms by timing instead of by the heuristic alone; runs may then differ in
+  // bits.
+  bool autotune = false;
+};
+
+}  // namespace orlop
+
+extern "C" {
+
+// Makes a backend; the caller deletes it, before the library is unloaded and with all gates open.
+// Throws orlop::Error: kUsage for a bad index, kDevice for no GPU, an old driver or a device that
+// this build has no code for, kDoesNotFit for a budget below the fixed overhead.
+orlop::Backend* orlop_make_cuda_backend(const orlop::CudaBackendOptions* options);
+using OrlopMakeCudaBackend = orlop::Backend* (*)(const orlop::CudaBackendOptions*);
+
+// Devices that can be named by device_index; 0 without a GPU or a usable driver. Never throws.
+int32_t orlop_cuda_device_count();
+using OrlopCudaDeviceCount = int32_t (*)();
+}

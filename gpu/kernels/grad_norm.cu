@@ -1,0 +1,184 @@
+#include "cpu_adam/grad_norm.h"
+
+#include <cstdint>
+#include <type_traits>
+
+#include "base/bytes.h"
+#include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/kernels.h"
+
+// The square sums of cpu_adam/grad_norm.h in the same order: half a warp sums one chunk, one lane
+// each; a block folds its 16 chunks; one block folds what the blocks left. Block k starts at a
+// multiple of 16 chunks, so the levels are those of one fold over all chunks.
+namespace orlop::kernels {
+namespace {
+
+constexpr int kBlock = 256;
+constexpr int kBlockChunks = kBlock / kNormLanes;
+constexpr int64_t kBlockElements = kBlockChunks * kNormChunk;
+// Elements of a lane that are loaded together.
+constexpr int kInFlight = 16;
+constexpr int kFoldBlock = 1024;
+
+static_assert(kNormChunk % (kNormLanes * kInFlight) == 0);
+static_assert((kBlockChunks & (kBlockChunks - 1)) == 0);
+
+struct Scratch {
+  double* sums;   // (blocks), then every second level of the fold
+  double* other;  // (ceil(blocks / 2)), the levels between
+  int64_t* bad;   // (blocks) first non-finite index, or INT64_MAX
+  int64_t blocks;
+};
+
+Scratch make_scratch(void* scratch, int64_t numel) {
+  Scratch out{};
+  out.blocks = ceil_div(numel, kBlockElements);
+  out.sums = static_cast<double*>(scratch);
+  out.other = out.sums + out.blocks;
+  out.bad = reinterpret_cast<int64_t*>(out.other + ceil_div(out.blocks, 2));
+  return out;
+}
+
+// Rounds and squares element i into the lane's sum.
+template <typename Out>
+__device__ __forceinline__ void take(float value, Out* rounded, int64_t i, double& sum,
+                                     int64_t& bad) {
+  const Out r = from_float<Out>(value);
+  if (rounded != nullptr) rounded[i] = r;
+  const float exact = to_float(r);
+  const double wide = exact;
+  sum = __fma_rn(wide, wide, sum);  // the square is exact
+  if (!isfinite(exact) && i < bad) bad = i;
+}
+
+template <typename Out>
+__global__ void __launch_bounds__(kBlock)
+    round_grad_kernel(const float* grad, Out* rounded, int64_t numel, Scratch scratch) {
+  __shared__ double sums[kBlockChunks];
+  __shared__ int64_t bads[kBlockChunks];
+  const int lane = static_cast<int>(threadIdx.x) % kNormLanes;
+  const int slot = static_cast<int>(threadIdx.x) / kNormLanes;
+  const int64_t chunks = (numel + kNormChunk - 1) / kNormChunk;
+  const int64_t chunk = int64_t{blockIdx.x} * kBlockChunks + slot;
+  const int64_t begin = chunk * kNormChunk;
+  const int64_t end = begin + kNormChunk < numel ? begin + kNormChunk : numel;
+  double sum = 0;
+  int64_t bad = INT64_MAX;
+  int64_t i = begin + lane;
+  for (; i + (kInFlight - 1) * kNormLanes < end; i += kInFlight * kNormLanes) {
+    float value[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) value[k] = grad[i + k * kNormLanes];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) take(value[k], rounded, i + k * kNormLanes, sum, bad);
+  }
+  for (; i < end; i += kNormLanes) take(grad[i], rounded, i, sum, bad);
+#pragma unroll
+  for (int half = kNormLanes / 2; half > 0; half /= 2) {
+    sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, kNormLanes));
+    const int64_t other = __shfl_down_sync(0xffffffffu, bad, half, kNormLanes);
+    bad = other < bad ? other : bad;
+  }
+  if (lane == 0) {
+    sums[slot] = sum;
+    bads[slot] = bad;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const int64_t left = chunks - int64_t{blockIdx.x} * kBlockChunks;
+  int count = left < kBlockChunks ? static_cast<int>(left) : kBlockChunks;
+  for (int k = 1; k < count; ++k) bads[0] = bads[k] < bads[0] ? bads[k] : bads[0];
+  while (count > 1) {
+    const int pairs = count / 2;
+    for (int k = 0; k < pairs; ++k) sums[k] = __dadd_rn(sums[2 * k], sums[2 * k + 1]);
+    if (count % 2 == 1) sums[pairs] = sums[count - 1];
+    count = pairs + count % 2;
+  }
+  scratch.sums[blockIdx.x] = sums[0];
+  scratch.bad[blockIdx.x] = bads[0];
+}
+
+__global__ void __launch_bounds__(kFoldBlock)
+    fold_kernel(Scratch scratch, double* square_sum, int64_t* first_nonfinite) {
+  __shared__ int64_t bads[kFoldBlock];
+  const int tid = static_cast<int>(threadIdx.x);
+  int64_t bad = INT64_MAX;
+  for (int64_t i = tid; i < scratch.blocks; i += kFoldBlock) {
+    bad = scratch.bad[i] < bad ? scratch.bad[i] : bad;
+  }
+  bads[tid] = bad;
+  double* from = scratch.sums;
+  double* to = scratch.other;
+  for (int64_t count = scratch.blocks; count > 1; count = (count + 1) / 2) {
+    for (int64_t i = tid; 2 * i < count; i += kFoldBlock) {
+      to[i] = 2 * i + 1 < count ? __dadd_rn(from[2 * i], from[2 * i + 1]) : from[2 * i];
+    }
+    __syncthreads();
+    double* swapped = from;
+    from = to;
+    to = swapped;
+  }
+  __syncthreads();
+  for (int half = kFoldBlock / 2; half > 0; half /= 2) {
+    if (tid < half) bads[tid] = bads[tid + half] < bads[tid] ? bads[tid + half] : bads[tid];
+    __syncthreads();
+  }
+  if (tid != 0) return;
+  *square_sum = scratch.blocks > 0 ? from[0] : 0.0;
+  *first_nonfinite = bads[0] == INT64_MAX ? -1 : bads[0];
+}
+
+// One thread: a few hundred FlatParams, summed in their order.
+__global__ void finish_norm_kernel(FinishNormArgs args) {
+  double sum = 0;
+  StepScalars out;
+  for (int64_t i = 0; i < args.params; ++i) {
+    sum = __dadd_rn(sum, args.square_sums[i]);
+    if (out.nonfinite_param < 0 && args.first_nonfinite[i] >= 0) {
+      out.nonfinite_param = i;
+      out.nonfinite_index = args.first_nonfinite[i];
+    }
+  }
+  const double loss_scale = args.loss_scale;
+  out.grad_norm = __ddiv_rn(__dsqrt_rn(sum), loss_scale);
+  double clip = 1;
+  if (args.max_norm > 0) {
+    const double limit = __ddiv_rn(args.max_norm, __dadd_rn(out.grad_norm, 1e-6));
+    clip = limit < 1 ? limit : 1.0;
+  }
+  out.grad_scale = __double2float_rn(__ddiv_rn(clip, loss_scale));
+  out.skip = out.nonfinite_param >= 0 ? 1 : 0;
+  *args.out = out;
+}
+
+}  // namespace
+
+size_t grad_norm_scratch_bytes(int64_t numel) {
+  const int64_t blocks = ceil_div(numel, kBlockElements);
+  return align_up(static_cast<size_t>(2 * blocks + ceil_div(blocks, 2)) * sizeof(double),
+                  kDeviceAlignment);
+}
+
+void round_grad(const RoundGradArgs& args, cudaStream_t stream) {
+  const Scratch scratch = make_scratch(args.scratch, args.numel);
+  if (args.numel > 0) {
+    dispatch_float(args.out_dtype, "round_grad", [&]<typename Out>() {
+      auto* rounded = static_cast<Out*>(args.rounded);
+      if (rounded == nullptr && !std::is_same_v<Out, float>) {
+        throw Error(ErrorCode::kUsage, "round_grad: rounded is null, but its dtype is not F32");
+      }
+      round_grad_kernel<Out><<<static_cast<unsigned>(scratch.blocks), kBlock, 0, stream>>>(
+          args.grad, rounded, args.numel, scratch);
+      ORLOP_CUDA_LAUNCHED("round_grad_kernel");
+    });
+  }
+  fold_kernel<<<1, kFoldBlock, 0, stream>>>(scratch, args.square_sum, args.first_nonfinite);
+  ORLOP_CUDA_LAUNCHED("fold_kernel");
+}
+
+void finish_norm(const FinishNormArgs& args, cudaStream_t stream) {
+  finish_norm_kernel<<<1, 1, 0, stream>>>(args);
+  ORLOP_CUDA_LAUNCHED("finish_norm_kernel");
+}
+
+}  // namespace orlop::kernels

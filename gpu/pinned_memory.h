@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace orlop {
+
+// Host memory that the driver knows, so that copies from and to it run asynchronously. The memory
+// belongs to the caller and must outlive this object, which takes the registrations back. A range
+// is registered in segments; no copy may cross from one to the next, hence for_each_piece().
+// Thread-safe.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  ~PinnedMemory();
+
+  // Page-aligned. All or nothing: throws Error(kOutOfMemory) with the amounts pinned before, asked
+  // for and refused.
+  void add(void* address, size_t bytes);
+
+  // Calls piece(offset, bytes) for the parts of [host, host + bytes) that lie in one segment each,
+  // in rising order. Memory that is not registered is one piece.
+  template <typename Piece>
+  void for_each_piece(const void* host, size_t bytes, Piece&& piece) const {
+    const auto begin = reinterpret_cast<uintptr_t>(host);
+    size_t offset = 0;
+    while (offset < bytes) {
+      const size_t part = piece_bytes(begin + offset, bytes - offset);
+      piece(offset, part);
+      offset += part;
+    }
+  }
+
+  size_t bytes() const;
+
+ private:
+  struct Segment {
+    uintptr_t begin;
+    uintptr_t end;
+  };
+
+  size_t piece_bytes(uintptr_t begin, size_t bytes) const;
+  void release(const std::vector<Segment>& segments) noexcept;
+
+  mutable std::mutex mutex_;
+  std::vector<Segment> segments_;  // sorted, disjoint
+};
+
+}  // namespace orlop
