@@ -73,10 +73,11 @@ void compare_with_file(const FileOperation& operation) {
     nvme::read_fully(fd.get(), piece.data(), bytes, operation.offset + done, operation.path);
     const auto [found, expected] = std::mismatch(
         piece.begin(), piece.begin() + static_cast<ptrdiff_t>(bytes), operation.buffer + done);
-    check(expected == operation.buffer + done + bytes, ErrorCode::kIo,
-          "{} of {}: byte {} of the file is {:#04x}, the buffer has {:#04x}", operation.describe(),
-          operation.path, operation.offset + done + static_cast<size_t>(found - piece.begin()),
-          std::to_integer<int>(*found), std::to_integer<int>(*expected));
+    if (expected == operation.buffer + done + bytes) continue;
+    fail(ErrorCode::kIo, "{} of {}: byte {} of the file is {:#04x}, the buffer has {:#04x}",
+         operation.describe(), operation.path,
+         operation.offset + done + static_cast<size_t>(found - piece.begin()),
+         std::to_integer<int>(*found), std::to_integer<int>(*expected));
   }
 }
 

@@ -65,7 +65,8 @@ struct EngineConfig {
   int threads = 0;              // host threads for compute and optimizer; 0: every usable core
   bool reference_ops = false;   // host device only: plain loops instead of oneDNN
   int max_skipped_steps = 10;   // this many non-finite steps in a row end the run
-  uint64_t seed = 0;            // stochastic rounding
+  bool from_scratch = false;    // random weights, normal(0, 0.02), instead of the folder's
+  uint64_t seed = 0;            // random weights and stochastic rounding
 };
 
 }  // namespace orlop

@@ -1,4 +1,4 @@
-# What `cmake --install` and a wheel get. Include after every target is defined:
+# What `cmake --install` and a wheel get. Called when every target is defined:
 #   orlop_install(TARGET orlop MODULES orlop_cuda orlop_mpi)    modules that do not exist are left out
 # A consumer writes find_package(orlop) and links orlop::orlop.
 
@@ -17,12 +17,10 @@ function(orlop_install)
   cmake_parse_arguments(arg "" "TARGET" "MODULES" ${ARGN})
   set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/orlop)
 
-  set_target_properties(${arg_TARGET} PROPERTIES SOVERSION ${PROJECT_VERSION_MAJOR})
-  target_include_directories(${arg_TARGET} INTERFACE
-    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
-    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-  target_compile_features(${arg_TARGET} INTERFACE cxx_std_20)
-
+  # A wheel keeps no symbolic links: one file, named as the loader asks for it.
+  if(SKBUILD)
+    set_target_properties(${arg_TARGET} PROPERTIES VERSION ${PROJECT_VERSION_MAJOR})
+  endif()
   orlop_install_library(${arg_TARGET})
   install(TARGETS ${arg_TARGET} EXPORT orlop-targets)
   foreach(module ${arg_MODULES})
