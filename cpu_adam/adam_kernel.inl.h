@@ -13,6 +13,11 @@
 //   add_squares(Float, Double*)   adds the squares to kWidth / kDoubleWidth consecutive sums
 //   store_sums(double*, Double)
 
+constexpr int64_t kCacheLineBytes = 64;
+constexpr int64_t kBlockElements =
+    kCacheLineBytes / 2;                    // a line of the 16-bit planes, two of the others
+constexpr int64_t kPrefetchElements = 512;  // by measurement: without, 15 % slower; 2048, 8 %
+
 template <class L>
 typename L::Bits random_bits(typename L::Bits index_low, const AdamRngKey& key) {
   typename L::Bits x = index_low ^ L::broadcast(key.first);
@@ -80,9 +85,11 @@ void store_moment_bf16(void* plane, int64_t i, typename L::Float moment,
   L::store_u16(static_cast<uint16_t*>(plane) + i, (L::quiet_bits(moment) + random_half) >> 16);
 }
 
-// One vector at element i of the chunk. Always inlined: the loop keeps pointers and constants in registers.
+// One vector at element i of the chunk. Always inlined: the loop keeps pointers and constants in
+// registers.
 template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
-[[gnu::always_inline]] inline void update(const AdamChunk& chunk, const AdamConstants& c, int64_t i) {
+[[gnu::always_inline]] inline void update(const AdamChunk& chunk, const AdamConstants& c,
+                                          int64_t i) {
   using Float = typename L::Float;
   Float g = load_grad<L, kGrad>(chunk.grad, i) * L::broadcast(c.grad_scale);
   Float p = load_master<L, kMaster>(chunk, i);
@@ -107,6 +114,24 @@ template <class L, MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
     store_moment_bf16<L>(chunk.exp_avg, i, m, random & L::broadcast(0xffffu));
     store_moment_bf16<L>(chunk.exp_avg_sq, i, v, random >> 16);
   }
+}
+
+// Asks for the block of every plane that the loop reaches kPrefetchElements later. Five streams are
+// more than the hardware's own prefetchers keep up with. A prefetch never faults, so the end needs
+// no care.
+template <MasterLayout kMaster, MomentFormat kMoment, GradFormat kGrad>
+[[gnu::always_inline]] inline void prefetch_block(const AdamChunk& chunk, int64_t i) {
+  const auto fetch = [i](const void* plane, int64_t element_bytes) {
+    const char* block = static_cast<const char*>(plane) + (i + kPrefetchElements) * element_bytes;
+    __builtin_prefetch(block);
+    if (element_bytes == 4) __builtin_prefetch(block + kCacheLineBytes);
+  };
+  if constexpr (kMaster != kMasterAlone) fetch(chunk.param, 2);
+  if constexpr (kMaster == kSplitBf16) fetch(chunk.lo, 2);
+  if constexpr (kMaster != kSplitBf16) fetch(chunk.master, 4);
+  fetch(chunk.exp_avg, kMoment == kMomentF32 ? 4 : 2);
+  fetch(chunk.exp_avg_sq, kMoment == kMomentF32 ? 4 : 2);
+  fetch(chunk.grad, kGrad == kGradF32 ? 4 : 2);
 }
 
 // The last elements, fewer than one vector, moved through a padded copy of every plane: nothing
@@ -164,6 +189,12 @@ void adam_chunk(const AdamChunk& chunk_in, const AdamConstants& constants_in) {
   const AdamChunk chunk = chunk_in;
   const AdamConstants constants = constants_in;
   int64_t i = 0;
+  for (; i + kBlockElements <= chunk.numel; i += kBlockElements) {
+    prefetch_block<kMaster, kMoment, kGrad>(chunk, i);
+    for (int64_t j = 0; j < kBlockElements; j += L::kWidth) {
+      update<L, kMaster, kMoment, kGrad>(chunk, constants, i + j);
+    }
+  }
   for (; i + L::kWidth <= chunk.numel; i += L::kWidth) {
     update<L, kMaster, kMoment, kGrad>(chunk, constants, i);
   }

@@ -1,5 +1,6 @@
 #include "cpu_adam/cpu_features.h"
 
+#include <cpuid.h>
 #include <hwloc.h>
 #include <sched.h>
 
@@ -53,9 +54,14 @@ std::vector<int> allowed_cpus() {
   return {};
 }
 
+// Clang's __builtin_cpu_supports does not know this one.
+bool cpu_has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 bool cpu_has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
 }
 
 bool cpu_has_avx512() {

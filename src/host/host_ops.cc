@@ -277,7 +277,7 @@ void HostOps::add(Queue& queue, void* to, const void* from, int64_t numel, DType
 // gradient of the table.
 int64_t HostOps::head_chunk_rows(int64_t vocab, DType dtype) const {
   const auto row_bytes = vocab * static_cast<int64_t>(dtype_bytes(dtype));
-  const int64_t rows = static_cast<int64_t>(16 * kMiB) / row_bytes;
+  const int64_t rows = static_cast<int64_t>(12 * kMiB) / row_bytes;
   return std::clamp<int64_t>(rows / 16 * 16, 16, 1024);
 }
 

@@ -50,28 +50,30 @@ struct BatchShape {
   int64_t max_sequence = 0;
 };
 
-// One block, written once over Ops. Stateless: the same object serves every micro-batch. Activations
-// between blocks are (rows, hidden) in compute dtype.
+// One block, written once over Ops. Stateless: the same object serves every micro-batch.
+// Activations between blocks are (rows, hidden) in compute dtype.
 class Block {
  public:
   virtual ~Block() = default;
 
   virtual size_t workspace_bytes(const Ops& ops, const BatchShape& shape, bool backward) const = 0;
 
-  // input (rows, hidden); null for the embedding. output (rows, hidden); null for the head, which writes
-  // batch.loss instead and leaves gradients alone.
+  // input (rows, hidden); null for the embedding. output (rows, hidden), not the input's memory;
+  // null for the head, which writes batch.loss instead and leaves gradients alone.
   virtual void forward(const BlockCall& call, const void* input, void* output) = 0;
 
-  // Recomputes the forward from `input`, accumulates into call.grads and turns `grad`, in place, from the
-  // gradient of the output into the gradient of the input. The head starts the backward pass: it writes
-  // batch.loss and `grad`. The embedding only reads `grad`.
+  // Recomputes the forward from `input`, accumulates into call.grads and turns `grad`, in place,
+  // from the gradient of the output into the gradient of the input. The head starts the backward
+  // pass: it writes batch.loss and `grad`. The embedding only reads `grad`.
   virtual void backward(const BlockCall& call, const void* input, void* grad) = 0;
 };
 
 std::unique_ptr<Block> make_block(const TransformerConfig& config, const ModelLayout& layout,
                                   int block_index, DType dtype);
 
-// Floating-point operations of the block's matmuls and attention per call (a multiply-add is two).
-double block_forward_flops(const TransformerConfig& config, BlockKind kind, const BatchShape& shape);
+// Floating-point operations of the block's matmuls and of its attention below the diagonal, per
+// forward call over sequences of shape.max_sequence tokens (a multiply-add is two).
+double block_forward_flops(const TransformerConfig& config, BlockKind kind,
+                           const BatchShape& shape);
 
 }  // namespace orlop

@@ -1,0 +1,69 @@
+# make demo   fine-tunes SmolLM2-135M under a small device budget, from nothing to a plot and an export
+# make test   builds everything and runs every test that needs no GPU, with sanitizers
+# Both install what is missing (Debian packages as root, Python packages into .venv).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+BUILD := build
+PYTHON := .venv/bin/python
+JOBS ?= $(shell nproc)
+STAMPS := $(BUILD)/stamps
+LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
+TIDIED = $(shell git ls-files '*.cc')
+
+# Of `make demo`: MODEL is a Hugging Face folder of your own, ARGS are further options of orlop finetune.
+MODEL ?=
+DEMO_DIR ?= demo
+ARGS ?=
+
+.PHONY: demo test test-gpu asan tsan build format lint clean
+.DEFAULT_GOAL := build
+
+$(STAMPS)/apt: .ci/apt-packages.txt .ci/apt.sh
+	.ci/apt.sh
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/venv-demo: pyproject.toml .ci/venv.sh .ci/venv.py $(STAMPS)/apt
+	.ci/venv.sh demo --with-model
+	touch $@
+
+$(STAMPS)/venv-test: pyproject.toml .ci/venv.sh .ci/venv.py $(STAMPS)/apt
+	.ci/venv.sh test --with-model
+	touch $@
+
+# The interpreter whose headers the Python module is built against is the one of .venv.
+CONFIGURE = cmake --preset $(1) $(LAUNCHER) -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON) >$(STAMPS)/configure-$(1).log \
+	|| { cat $(STAMPS)/configure-$(1).log; exit 1; }
+
+# Only what the demo runs, so that its first call is short.
+demo: $(STAMPS)/venv-demo
+	$(call CONFIGURE,dev)
+	ninja -C $(BUILD) -j $(JOBS) --quiet orlop_python
+	PYTHONPATH=$(BUILD)/python $(PYTHON) -m orlop.demo --output $(DEMO_DIR) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+build: $(STAMPS)/venv-demo
+	$(call CONFIGURE,dev)
+	ninja -C $(BUILD) -j $(JOBS)
+
+test: $(STAMPS)/venv-test
+	JOBS=$(JOBS) LAUNCHER="$(LAUNCHER)" .ci/test.sh all
+
+asan tsan: $(STAMPS)/venv-demo
+	JOBS=$(JOBS) LAUNCHER="$(LAUNCHER)" .ci/test.sh $@
+
+# On a machine with a GPU.
+test-gpu: build
+	ctest --preset gpu --test-dir $(BUILD)
+
+format:
+	clang-format -i $(FORMATTED)
+
+lint: build
+	clang-format --dry-run --Werror $(FORMATTED)
+	clang-tidy --quiet -p $(BUILD) $(TIDIED)
+
+clean:
+	rm -rf $(BUILD) build-asan build-tsan build-fuzz build-release

@@ -1,0 +1,13 @@
+#include "bindings/bind.h"
+#include "orlop/engine.h"
+
+PYBIND11_MODULE(_orlop, module) {
+  module.doc() = "The public API of liborlop.";
+  module.attr("__version__") = ORLOP_VERSION;
+  module.attr("IGNORED_LABEL") = orlop::kIgnoredLabel;
+  orlop::python::bind_errors(module);
+  orlop::python::bind_config(module);
+  orlop::python::bind_plan(module);
+  orlop::python::bind_data(module);
+  orlop::python::bind_engine(module);
+}

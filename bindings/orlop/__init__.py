@@ -1,0 +1,94 @@
+"""Orlop trains models that are larger than the accelerator's memory.
+
+    import orlop
+
+    engine = orlop.Engine.open("model_dir", orlop.EngineConfig())
+    loader = orlop.DataLoader("train.tok", engine.config.batch, seed=0, shuffle=True)
+    print(engine.step([loader.next()]).loss)
+
+Importing the package prints nothing and loads neither torch nor CUDA.
+"""
+
+from . import errors
+from ._orlop import (
+    IGNORED_LABEL,
+    BatchConfig,
+    DataLoader,
+    DataPosition,
+    DType,
+    Engine,
+    EngineConfig,
+    EvalResult,
+    LimitsConfig,
+    MicroBatch,
+    OptimizerConfig,
+    PlacementConfig,
+    PlanLane,
+    PlanLine,
+    PlanReport,
+    Precision,
+    ScheduleConfig,
+    ScheduleKind,
+    StateKind,
+    Stats,
+    StepResult,
+    TensorDescription,
+    Tier,
+    TokenFileSummary,
+    TokenWriter,
+    __version__,
+    describe_token_file,
+    plan,
+)
+from .errors import (
+    CommunicatorError,
+    DeviceError,
+    DoesNotFitError,
+    Error,
+    InvalidDataError,
+    IoError,
+    NonFiniteError,
+    OutOfMemoryError,
+    UsageError,
+)
+
+__all__ = [
+    "IGNORED_LABEL",
+    "BatchConfig",
+    "CommunicatorError",
+    "DataLoader",
+    "DataPosition",
+    "DType",
+    "DeviceError",
+    "DoesNotFitError",
+    "Engine",
+    "EngineConfig",
+    "Error",
+    "EvalResult",
+    "InvalidDataError",
+    "IoError",
+    "LimitsConfig",
+    "MicroBatch",
+    "NonFiniteError",
+    "OptimizerConfig",
+    "OutOfMemoryError",
+    "PlacementConfig",
+    "PlanLane",
+    "PlanLine",
+    "PlanReport",
+    "Precision",
+    "ScheduleConfig",
+    "ScheduleKind",
+    "StateKind",
+    "Stats",
+    "StepResult",
+    "TensorDescription",
+    "Tier",
+    "TokenFileSummary",
+    "TokenWriter",
+    "UsageError",
+    "__version__",
+    "describe_token_file",
+    "errors",
+    "plan",
+]

@@ -1,0 +1,7 @@
+"""python -m orlop: the command `orlop`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

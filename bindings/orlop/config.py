@@ -1,0 +1,302 @@
+"""The configuration of a run: one table of options, from which flags, files and help are made.
+
+Values come from, in rising priority: defaults, a YAML or JSON file, flags. Names are those of the Hugging
+Face trainer first, then short ones; dashes and underscores are equal; unknown names are refused with the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidDataError, UsageError
+
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    # One letter as memory tools mean it.
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+}
+
+
+def parse_bytes(text: Any) -> int:
+    """'193MB', '22GiB', '4g' or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = match.group(2).lower() if match else ""
+    if not match or unit not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is not a number of bytes such as 193MB or 22GiB")
+    return int(float(match.group(1)) * _BYTE_UNITS[unit])
+
+
+def parse_bool(text: Any) -> bool:
+    value = str(text).strip().lower()
+    if value in ("true", "yes", "on", "1"):
+        return True
+    if value in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def parse_int(text: Any) -> int:
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a whole number")
+    number = float(text)  # YAML 1.1 reads 1e3 as a string
+    if not number.is_integer():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number)
+
+
+def parse_float(text: Any) -> float:
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a number")
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not finite")
+    return number
+
+
+def _at_least(parse: Callable[[Any], Any], low: float) -> Callable[[Any], Any]:
+    def bounded(text: Any) -> Any:
+        value = parse(text)
+        if value < low:
+            raise ValueError(f"{text!r} is below {low:g}")
+        return value
+
+    return bounded
+
+
+def _above_zero(text: Any) -> float:
+    value = parse_float(text)
+    if value <= 0:
+        raise ValueError(f"{text!r} is not above 0")
+    return value
+
+
+def _ratio(text: Any) -> float:
+    value = parse_float(text)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{text!r} is not within 0..1")
+    return value
+
+
+def _one_of(*names: str) -> Callable[[Any], str]:
+    def choice(text: Any) -> str:
+        value = str(text).strip().lower()
+        if value not in names:
+            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
+        return value
+
+    return choice
+
+
+def _paths(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+_COUNT = _at_least(parse_int, 0)
+_POSITIVE = _at_least(parse_int, 1)
+_NOT_NEGATIVE = _at_least(parse_float, 0.0)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key. `aliases[0]` and so on are further spellings; `default` None means: decided later."""
+
+    name: str
+    parse: Callable[[Any], Any]
+    default: Any
+    help: str
+    aliases: tuple[str, ...] = ()
+    is_list: bool = False
+    is_flag: bool = False
+
+
+_OPTIONS = (
+    # Model and data.
+    Option("model", str, None, "Hugging Face folder to start from", ("model_name_or_path",)),
+    Option("data", _paths, None, "training files: .txt .md .jsonl .tok, or folders of them",
+           ("train_file", "dataset"), is_list=True),
+    Option("eval_data", _paths, None, "held-out files", ("validation_file", "eval_dataset"), is_list=True),
+    Option("output", str, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
+    Option("seq_len", _POSITIVE, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
+    Option("train_on", _one_of("assistant", "all"), "assistant",
+           "tokens of {messages} that carry loss: assistant or all"),
+    Option("chat_template", str, None, "Jinja file instead of the model's own template"),
+    # Batch and length.
+    Option("micro_batch", _POSITIVE, 1, "rows per micro-batch", ("per_device_train_batch_size",
+           "micro_batch_size")),
+    Option("accum", _POSITIVE, 1, "micro-batches per step", ("gradient_accumulation_steps",)),
+    Option("steps", _POSITIVE, None, "optimizer steps; wins over epochs", ("max_steps",)),
+    Option("epochs", _above_zero, None, "passes over the data (1 when neither is given)",
+           ("num_train_epochs",)),
+    # Optimizer.
+    Option("lr", _NOT_NEGATIVE, 2e-5, "peak learning rate", ("learning_rate",)),
+    Option("beta1", _ratio, 0.9, "decay of the first moment", ("adam_beta1",)),
+    Option("beta2", _ratio, 0.999, "decay of the second moment", ("adam_beta2",)),
+    Option("eps", _above_zero, 1e-8, "added to the root of the second moment", ("adam_epsilon",)),
+    Option("weight_decay", _NOT_NEGATIVE, 0.0, "not applied to norms and biases", ("wd",)),
+    Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
+    Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
+    Option("clip", _NOT_NEGATIVE, 1.0, "global gradient norm; 0: off", ("max_grad_norm",)),
+    Option("schedule", _one_of("cosine", "linear", "constant", "wsd"), "cosine", "course of the rate",
+           ("lr_scheduler_type",)),
+    Option("warmup_steps", _COUNT, None, "steps of linear warm-up; wins over warmup_ratio"),
+    Option("warmup_ratio", _ratio, 0.0, "warm-up as a share of all steps"),
+    Option("min_lr_ratio", _ratio, 0.0, "final rate over peak rate"),
+    Option("decay_ratio", _ratio, 0.1, "share of the steps in which wsd decays"),
+    # Machine.
+    Option("precision", _one_of("bf16", "fp16", "fp32"), "bf16", "dtype of compute"),
+    Option("bf16", parse_bool, None, "same as --precision bf16", is_flag=True),
+    Option("fp16", parse_bool, None, "same as --precision fp16", is_flag=True),
+    Option("device", str, "auto", "auto, host, cuda or cuda:N"),
+    Option("device_mem", parse_bytes, None, "hard budget of device bytes, e.g. 193MB", ("gpu_mem",)),
+    Option("host_mem", parse_bytes, None, "hard budget of host bytes, e.g. 20GiB"),
+    Option("threads", _COUNT, 0, "host threads; 0: every usable core"),
+    Option("prefetch", _COUNT, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
+    Option("resident_blocks", _COUNT, None, "blocks whose weights stay on the device", ("resident",)),
+    Option("device_optimizer_blocks", _COUNT, None, "blocks whose optimizer states live on the device"),
+    Option("activations_on_device", parse_bool, None, "block inputs stay on the device", is_flag=True),
+    Option("wave", _POSITIVE, None, "micro-batches per wave"),
+    Option("reference_ops", parse_bool, False, "plain loops instead of oneDNN (host)", is_flag=True),
+    Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
+    Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
+    # Run.
+    Option("resume", str, "auto", "auto, must, never, or a step-N folder", ("resume_from_checkpoint",)),
+    Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted",
+           ("save_steps",)),
+    Option("keep", _POSITIVE, 3, "newest checkpoints to keep", ("save_total_limit",)),
+    Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only",
+           ("eval_steps",)),
+    Option("log_every", _POSITIVE, 1, "steps between progress lines", ("logging_steps",)),
+    Option("export", parse_bool, True, "write OUTPUT/hf at the end", is_flag=True),
+    Option("max_shard_size", parse_bytes, 5 * 2**30, "bytes per exported file"),
+    Option("trace", parse_bool, False, "write OUTPUT/trace.json", is_flag=True),
+)
+
+OPTIONS: dict[str, Option] = {option.name: option for option in _OPTIONS}
+
+_CANONICAL = {
+    spelling: option.name for option in _OPTIONS for spelling in (option.name, *option.aliases)
+}
+
+
+def normalize_key(key: str) -> str:
+    return key.strip().lstrip("-").replace("-", "_").lower()
+
+
+def canonical_name(key: str) -> str:
+    """The option that a spelling names."""
+    name = normalize_key(key)
+    if name in _CANONICAL:
+        return _CANONICAL[name]
+    near = difflib.get_close_matches(name, _CANONICAL, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UsageError(f"unknown option {key!r}{hint}")
+
+
+def parse_value(option: Option, value: Any, source: str) -> Any:
+    try:
+        return option.parse(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{source}: {option.name}: {error}") from None
+
+
+class RunConfig:
+    """Every option as an attribute; `explicit` holds the names that a file or a flag set."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        self.explicit: set[str] = set()
+        self._values = {option.name: option.default for option in _OPTIONS}
+        if values:
+            self.update(values, "argument")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def update(self, values: Mapping[str, Any], source: str) -> None:
+        """Takes over values under any spelling; None means: not given."""
+        seen: dict[str, str] = {}
+        for key, value in values.items():
+            name = canonical_name(key)
+            if name in seen:
+                raise UsageError(f"{source}: {seen[name]!r} and {key!r} are the same option")
+            seen[name] = key
+            if value is None:
+                continue
+            self._values[name] = parse_value(OPTIONS[name], value, source)
+            self.explicit.add(name)
+        self._settle_precision(seen, source)
+
+    def _settle_precision(self, seen: Iterable[str], source: str) -> None:
+        asked = {name for name in ("bf16", "fp16") if name in seen and self._values[name]}
+        if "precision" in seen and self._values["precision"]:
+            asked.add(self._values["precision"])
+        if len(asked) > 1:
+            raise UsageError(f"{source}: precision is given as {' and as '.join(sorted(asked))}")
+        if asked:
+            self._values["precision"] = asked.pop()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self._values.items() if name not in ("bf16", "fp16")}
+
+    def require(self, *names: str) -> None:
+        for name in names:
+            if self._values[name] in (None, []):
+                raise UsageError(f"--{name.replace('_', '-')} is missing: {OPTIONS[name].help}")
+
+
+def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Lifts one level of sections ({optimizer: {lr: 1}}), so that long files can be grouped."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = value if isinstance(value, Mapping) else {key: value}
+        for inner_key, inner_value in inner.items():
+            if inner_key in flat:
+                raise UsageError(f"{source}: {inner_key!r} is given twice")
+            flat[str(inner_key)] = inner_value
+    return flat
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A YAML or JSON mapping of options, one level of sections allowed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidDataError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    try:
+        if path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            import yaml  # only a YAML file needs it
+
+            values = yaml.safe_load(text)
+    except Exception as error:  # both parsers have exception trees of their own
+        raise UsageError(f"{path}: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{path}: expected a mapping of options, got {type(values).__name__}")
+    return flatten(values, str(path))

@@ -1,0 +1,1 @@
+"""Files of text or conversations -> token files."""

@@ -1,0 +1,78 @@
+"""RunConfig -> the native EngineConfig."""
+
+from __future__ import annotations
+
+import math
+
+from . import _orlop
+from .config import RunConfig
+
+_PRECISIONS = {
+    "fp32": _orlop.Precision.F32,
+    "bf16": _orlop.Precision.BF16,
+    "fp16": _orlop.Precision.F16,
+}
+_SCHEDULES = {
+    "constant": _orlop.ScheduleKind.CONSTANT,
+    "linear": _orlop.ScheduleKind.LINEAR,
+    "cosine": _orlop.ScheduleKind.COSINE,
+    "wsd": _orlop.ScheduleKind.WSD,
+}
+
+
+def batch_config(config: RunConfig) -> _orlop.BatchConfig:
+    return _orlop.BatchConfig(
+        micro_batch_size=config.micro_batch,
+        sequence_length=config.seq_len,
+        accumulation_steps=config.accum,
+    )
+
+
+def total_steps(config: RunConfig, rows_per_epoch: int) -> int:
+    """Optimizer steps of the run; the last one may be partly filled from the next epoch."""
+    if config.steps is not None:
+        return config.steps
+    epochs = config.epochs if config.epochs is not None else 1.0
+    return max(1, math.ceil(epochs * rows_per_epoch / (config.micro_batch * config.accum)))
+
+
+def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:
+    """`steps`: the length of the learning rate's course."""
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(config.warmup_ratio * steps)
+    bf16_moments = config.moments == "bf16"
+    return _orlop.EngineConfig(
+        device=config.device,
+        precision=_PRECISIONS[config.precision],
+        batch=batch_config(config),
+        optimizer=_orlop.OptimizerConfig(
+            learning_rate=config.lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            decoupled=config.optim == "adamw",
+            moments=_orlop.DType.BF16 if bf16_moments else _orlop.DType.F32,
+            max_grad_norm=config.clip,
+        ),
+        schedule=_orlop.ScheduleConfig(
+            kind=_SCHEDULES[config.schedule],
+            warmup_steps=warmup,
+            total_steps=steps,
+            min_lr_ratio=config.min_lr_ratio,
+            decay_ratio=config.decay_ratio,
+        ),
+        limits=_orlop.LimitsConfig(device_bytes=config.device_mem, host_bytes=config.host_mem),
+        placement=_orlop.PlacementConfig(
+            prefetch_depth=config.prefetch,
+            resident_blocks=config.resident_blocks,
+            device_optimizer_blocks=config.device_optimizer_blocks,
+            activations_on_device=config.activations_on_device,
+            wave=config.wave,
+        ),
+        threads=config.threads,
+        reference_ops=config.reference_ops,
+        max_skipped_steps=config.max_skipped_steps,
+        seed=config.seed,
+    )

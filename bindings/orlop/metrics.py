@@ -1,0 +1,94 @@
+"""metrics.jsonl: one JSON object per step or evaluation, written whatever the screen shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+
+
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Records in order; a last line that a crash cut short is left out."""
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
+def first_eval_loss(run_dir: Path) -> float | None:
+    """The held-out loss before the first step, where the run has one."""
+    return next((r["eval_loss"] for r in read_metrics(run_dir) if r["step"] == 0 and "eval_loss" in r), None)
+
+
+class MetricsLog:
+    """Appends records; a resumed run first drops what came after its checkpoint."""
+
+    def __init__(self, run_dir: Path, resumed_step: int):
+        path = run_dir / FILE_NAME
+        kept = [r for r in read_metrics(run_dir) if resumed_step and r["step"] <= resumed_step]
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            for record in kept:
+                file.write(json.dumps(record) + "\n")
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class StepRecorder:
+    """Turns step results and the engine's counters into records."""
+
+    def __init__(self, engine: Any, tokens_before: int):
+        self._engine = engine
+        self._tokens = tokens_before
+        self._last = engine.stats()
+        self._parameters = engine.plan.parameters
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    def record(self, result: Any) -> dict[str, Any]:
+        stats = self._engine.stats()
+        last, self._last = self._last, stats
+        self._tokens += result.tokens
+        rate = result.tokens / result.seconds if result.seconds > 0 else 0.0
+        return {
+            "step": result.step,
+            "tokens": self._tokens,
+            "loss": result.loss,
+            "lr": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "clip": result.clip,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "labelled_tokens": result.labelled_tokens,
+            "tok_per_s": rate,
+            "model_flop_per_s": 6.0 * self._parameters * rate,
+            "ms": {
+                "step": 1e3 * result.seconds,
+                "optimizer": 1e3 * (stats.optimizer_seconds - last.optimizer_seconds),
+            },
+            "stall_ms": {
+                "compute": 1e3 * (stats.compute_stall_seconds - last.compute_stall_seconds),
+                "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
+            },
+            "link_bytes": {
+                "upload": stats.uploaded_bytes - last.uploaded_bytes,
+                "offload": stats.offloaded_bytes - last.offloaded_bytes,
+            },
+            "tier_bytes": {"device": stats.device_peak_bytes, "host": stats.host_bytes},
+        }

@@ -1,0 +1,269 @@
+"""The loop behind `orlop finetune`: data, engine, checkpoints, evaluation, export."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from . import _orlop
+from .config import RunConfig
+from .data.prepare import PreparedData, prepare
+from .engine_config import batch_config, engine_config, total_steps
+from .errors import InvalidDataError, IoError, UsageError
+from .metrics import MetricsLog, StepRecorder, first_eval_loss
+from .progress import Progress, format_bytes
+
+INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
+
+# Of a checkpoint's user state: what a resumed run must share for its data to go on where it stopped.
+_DATA_KEYS = ("data_key", "seq_len", "seed")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    exit_code: int
+    steps: int
+    loss_before: float | None
+    loss_after: float | None
+    export_dir: Path | None
+
+
+class StopRequest:
+    """The first SIGINT or SIGTERM asks the loop to stop after its step; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._previous: dict[int, Any] = {}
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._restore()
+
+
+@contextmanager
+def locked_run_dir(path: Path) -> Iterator[Path]:
+    """Creates the run folder and holds it, so that two runs never write into one; freed by the kernel."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise IoError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{path}: another run is writing into this folder") from None
+        yield path
+    finally:
+        os.close(handle)
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> str:
+    """The step-N folder to go on from, or "" to start anew."""
+    latest = _orlop.Engine.latest_checkpoint(str(run_dir))
+    if resume == "auto":
+        return latest
+    if resume == "must":
+        if not latest:
+            raise UsageError(f"--resume must: {run_dir} holds no complete checkpoint")
+        return latest
+    if resume == "never":
+        if latest:
+            raise UsageError(
+                f"--resume never: {run_dir} holds {Path(latest).name} already; a second run would mix with "
+                "it. Choose another --output or remove the folder"
+            )
+        return ""
+    if not Path(resume).is_dir():
+        raise UsageError(f"--resume {resume}: neither auto, must, never nor a checkpoint folder")
+    return resume
+
+
+def micro_batches(config: RunConfig, data: PreparedData) -> list[_orlop.MicroBatch]:
+    """Every row of the file once, in order; rows that fill the last micro-batch carry no label."""
+    loader = _orlop.DataLoader(str(data.path), batch_config(config), seed=0, shuffle=False)
+    rows = loader.rows_per_epoch()
+    batches = []
+    for first_row in range(0, rows, config.micro_batch):
+        batch = loader.next()
+        batch.labels[(rows - first_row) * config.seq_len :] = _orlop.IGNORED_LABEL
+        batches.append(batch)
+    return batches
+
+
+def evaluate(engine: _orlop.Engine, batches: list[_orlop.MicroBatch], group: int) -> float:
+    """Mean loss over all labelled tokens, `group` micro-batches at a time."""
+    total = 0.0
+    tokens = 0
+    for start in range(0, len(batches), group):
+        part = batches[start : start + group]
+        if not any((batch.labels != _orlop.IGNORED_LABEL).any() for batch in part):
+            continue
+        result = engine.evaluate(part)
+        total += result.loss * result.labelled_tokens
+        tokens += result.labelled_tokens
+    if tokens == 0:
+        raise InvalidDataError("evaluation: the held-out files hold no token to predict")
+    return total / tokens
+
+
+class FinetuneRun:
+    """One run in one folder. Made, then run() once."""
+
+    def __init__(self, config: RunConfig, run_dir: Path):
+        self._config = config
+        self._run_dir = run_dir
+        cache = run_dir / "data"
+        source = (cache, config.model, config.train_on, config.chat_template)
+        self._data = prepare(config.data, *source)
+        eval_data = prepare(config.eval_data, *source) if config.eval_data else None
+        batch = batch_config(config)
+        self._loader = _orlop.DataLoader(str(self._data.path), batch, seed=config.seed, shuffle=True)
+        self._eval_batches = micro_batches(config, eval_data) if eval_data else []
+        self._total_steps = total_steps(config, self._loader.rows_per_epoch())
+        self._checkpoint = find_checkpoint(config.resume, run_dir)
+        self._saved_step = 0
+        (run_dir / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+
+    def run(self) -> RunResult:
+        print(
+            f"data: {self._data.tokens:,} tokens in {self._data.documents:,} documents, "
+            f"{self._loader.rows_per_epoch():,} rows of {self._config.seq_len}; {self._total_steps:,} steps",
+            flush=True,
+        )
+        with (
+            StopRequest() as stop,
+            _orlop.Engine.open(self._config.model, engine_config(self._config, self._total_steps)) as engine,
+        ):
+            print(engine.plan.to_text(), flush=True)
+            if self._config.trace:
+                engine.start_trace()
+            tokens = self._restore(engine) if self._checkpoint else 0
+            log = MetricsLog(self._run_dir, engine.steps_done)
+            progress = Progress(self._total_steps, self._config.log_every)
+            try:
+                return self._train(engine, stop, log, progress, StepRecorder(engine, tokens))
+            finally:
+                progress.close()
+                log.close()
+                if self._config.trace:
+                    engine.write_trace(str(self._run_dir / "trace.json"))
+
+    def _user_state(self, tokens: int) -> str:
+        position = self._loader.position()
+        return json.dumps(
+            {
+                "data_key": self._data.key,
+                "seq_len": self._config.seq_len,
+                "seed": self._config.seed,
+                "epoch": position.epoch,
+                "row": position.row,
+                "tokens": tokens,
+            }
+        )
+
+    def _restore(self, engine: _orlop.Engine) -> int:
+        """Loads the checkpoint and the position in the data. Returns the tokens seen so far."""
+        try:
+            state = json.loads(engine.load_checkpoint(self._checkpoint))
+            position = _orlop.DataPosition(epoch=state["epoch"], row=state["row"])
+            tokens = int(state["tokens"])
+        except (ValueError, KeyError, TypeError):
+            raise InvalidDataError(
+                f"{self._checkpoint}: the manifest holds no position in the data; it was not written by "
+                "orlop finetune"
+            ) from None
+        mine = json.loads(self._user_state(0))
+        for key in _DATA_KEYS:
+            if state.get(key) != mine[key]:
+                raise UsageError(
+                    f"{self._checkpoint}: written with {key}={state.get(key)}, this run has {key}={mine[key]}; "
+                    "give the same data, model, seq_len and seed, or another --output"
+                )
+        self._loader.seek(position)
+        self._saved_step = engine.steps_done
+        print(f"resumed from {self._checkpoint} (step {engine.steps_done})", flush=True)
+        return tokens
+
+    def _evaluate(self, engine: _orlop.Engine, log: MetricsLog, progress: Progress) -> float | None:
+        if not self._eval_batches:
+            return None
+        loss = evaluate(engine, self._eval_batches, self._config.accum)
+        log.write({"step": engine.steps_done, "eval_loss": loss})
+        progress.note(f"held-out loss at step {engine.steps_done}: {loss:.4f}")
+        return loss
+
+    def _save(self, engine: _orlop.Engine, progress: Progress, tokens: int) -> None:
+        if engine.steps_done == self._saved_step:
+            return
+        path = engine.save_checkpoint(str(self._run_dir), self._user_state(tokens), self._config.keep)
+        self._saved_step = engine.steps_done
+        progress.note(f"saved {path}")
+
+    def _train(self, engine: _orlop.Engine, stop: StopRequest, log: MetricsLog, progress: Progress,
+               recorder: StepRecorder) -> RunResult:
+        config = self._config
+        if engine.steps_done == 0:
+            loss_before = self._evaluate(engine, log, progress)
+        else:
+            loss_before = first_eval_loss(self._run_dir)
+        loss_after = loss_before
+        while engine.steps_done < self._total_steps and stop.signal is None:
+            result = engine.step([self._loader.next() for _ in range(config.accum)])
+            record = recorder.record(result)
+            log.write(record)
+            progress.step(record)
+            if stop.signal is not None:
+                break
+            if config.save_every and result.step % config.save_every == 0:
+                self._save(engine, progress, recorder.tokens)
+            if config.eval_every and result.step % config.eval_every == 0:
+                loss_after = self._evaluate(engine, log, progress)
+        if stop.signal is not None:
+            self._save(engine, progress, recorder.tokens)
+            progress.note(f"{stop.signal.name}: stopped after step {engine.steps_done} with its state saved")
+            return RunResult(INTERRUPTED, engine.steps_done, loss_before, None, None)
+        if config.save_every:
+            self._save(engine, progress, recorder.tokens)
+        if not (config.eval_every and self._total_steps % config.eval_every == 0 and loss_after is not None):
+            loss_after = self._evaluate(engine, log, progress)
+        export_dir = self._run_dir / "hf" if config.export else None
+        if export_dir is not None:
+            engine.export_hf(str(export_dir), config.max_shard_size)
+            progress.note(f"exported {export_dir}")
+        self._report_traffic(engine, progress)
+        return RunResult(0, engine.steps_done, loss_before, loss_after, export_dir)
+
+    def _report_traffic(self, engine: _orlop.Engine, progress: Progress) -> None:
+        stats = engine.stats()
+        progress.note(
+            f"uploaded {format_bytes(stats.uploaded_bytes)}, offloaded {format_bytes(stats.offloaded_bytes)}; "
+            f"peak device {format_bytes(stats.device_peak_bytes)}, host {format_bytes(stats.host_bytes)}"
+        )
+
+
+def finetune(config: RunConfig) -> RunResult:
+    config.require("model", "data", "output")
+    with locked_run_dir(Path(config.output)) as run_dir:
+        return FinetuneRun(config, run_dir).run()

@@ -1,0 +1,61 @@
+"""orlop export: a run's checkpoint -> a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..config import RunConfig, parse_bytes
+from ..errors import InvalidDataError, UsageError
+
+SUMMARY = "a checkpoint as a Hugging Face folder"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--in", dest="source", required=True, metavar="DIR", help="run folder or its step-N")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
+    parser.add_argument("--model", metavar="DIR", help="the model folder that the run started from, if it moved")
+    parser.add_argument("--max-shard-size", default="5GiB", metavar="BYTES", help="bytes per file")
+
+
+def _run_folder(source: Path) -> tuple[Path, str]:
+    """The run folder and the checkpoint, from either."""
+    from .. import _orlop
+
+    if (source / "manifest.json").is_file():
+        return source.parent, str(source)
+    latest = _orlop.Engine.latest_checkpoint(str(source)) if source.is_dir() else ""
+    if not latest:
+        raise InvalidDataError(f"{source}: holds no complete checkpoint (step-N with manifest.json)")
+    return source, latest
+
+
+def _run_config(run_dir: Path) -> RunConfig:
+    path = run_dir / "config.json"
+    try:
+        return RunConfig(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise InvalidDataError(f"{path}: {error}") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import _orlop
+    from ..engine_config import engine_config
+
+    try:
+        shard_bytes = parse_bytes(args.max_shard_size)
+    except ValueError as error:
+        raise UsageError(f"--max-shard-size: {error}") from None
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out {out}: exists and is not an empty folder")
+    run_dir, checkpoint = _run_folder(Path(args.source))
+    config = _run_config(run_dir)
+    if args.model:
+        config.update({"model": args.model}, "command line")
+    with _orlop.Engine.open(config.model, engine_config(config, 1)) as engine:
+        engine.load_checkpoint(checkpoint)
+        engine.export_hf(str(out), shard_bytes)
+    print(f"exported {checkpoint} to {out}")
+    return 0

@@ -1,0 +1,25 @@
+"""orlop plan: what a run will need and take, from config.json alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from .options import add_option_flags, config_from_args
+
+SUMMARY = "memory and time of a run, without running it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_option_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import _orlop
+    from ..engine_config import engine_config
+
+    config = config_from_args(args)
+    config.require("model")
+    report = _orlop.plan(config.model, engine_config(config, config.steps or 1))
+    print(report.to_json() if args.json else report.to_text())
+    return 0

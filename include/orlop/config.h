@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "orlop/types.h"
+
+namespace orlop {
+
+enum class Precision : uint8_t { kF32, kBF16, kF16 };
+
+// AdamW (Loshchilov & Hutter 2019) as torch.optim.AdamW computes it; Adam with L2 when not decoupled.
+struct OptimizerConfig {
+  double learning_rate = 2e-5;
+  double beta1 = 0.9;
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0.0;  // not applied to norms and biases
+  bool decoupled = true;
+  DType moments = DType::kF32;  // kF32, or kBF16 with stochastic rounding
+  double max_grad_norm = 1.0;   // global norm; 0 switches clipping off
+};
+
+enum class ScheduleKind : uint8_t { kConstant, kLinear, kCosine, kWsd };
+
+struct ScheduleConfig {
+  ScheduleKind kind = ScheduleKind::kCosine;
+  int64_t warmup_steps = 0;
+  int64_t total_steps = 1000;
+  double min_lr_ratio = 0.0;  // final rate over peak rate
+  double decay_ratio = 0.1;   // kWsd: share of total_steps that decays at the end
+};
+
+struct BatchConfig {
+  int64_t micro_batch_size = 1;    // sequences per micro-batch
+  int64_t sequence_length = 512;   // tokens per sequence
+  int64_t accumulation_steps = 1;  // micro-batches per optimizer step
+};
+
+// Hard budgets. Absent: all free device memory; all host memory the cgroup allows, less a reserve.
+struct LimitsConfig {
+  std::optional<size_t> device_bytes;
+  std::optional<size_t> host_bytes;
+};
+
+// What the planner decides by itself unless it is told.
+struct PlacementConfig {
+  std::optional<int> prefetch_depth;          // blocks uploaded ahead of compute, 0..8
+  std::optional<int> resident_blocks;         // blocks whose weights stay on the device
+  std::optional<int> device_optimizer_blocks; // blocks whose optimizer states live on the device
+  std::optional<bool> activations_on_device;  // block inputs: device, or pinned host memory
+  std::optional<int> wave;                    // micro-batches per wave
+};
+
+struct EngineConfig {
+  std::string device = "auto";  // auto, host, cuda, cuda:N
+  Precision precision = Precision::kBF16;
+  BatchConfig batch;
+  OptimizerConfig optimizer;
+  ScheduleConfig schedule;
+  LimitsConfig limits;
+  PlacementConfig placement;
+  int threads = 0;              // host threads for compute and optimizer; 0: every usable core
+  bool reference_ops = false;   // host device only: plain loops instead of oneDNN
+  int max_skipped_steps = 10;   // this many non-finite steps in a row end the run
+  bool from_scratch = false;    // random weights, normal(0, 0.02), instead of the folder's
+  uint64_t seed = 0;            // random weights and stochastic rounding
+};
+
+}  // namespace orlop

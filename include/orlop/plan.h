@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "orlop/export.h"
+#include "orlop/types.h"
+
+namespace orlop {
+
+// Bytes of one purpose in one tier ("weights", "gradients", "workspace", ...).
+struct PlanLine {
+  Tier tier = Tier::kHost;
+  std::string purpose;
+  size_t bytes = 0;
+};
+
+// Time one queue is busy in a simulated step, and how long compute waits for it.
+struct PlanLane {
+  std::string queue;
+  double busy_seconds = 0;
+  double stall_seconds = 0;
+};
+
+// What a run will need and take, known before it starts. Memory is a promise that the run keeps; time is
+// a prediction from measured bandwidths.
+struct ORLOP_EXPORT PlanReport {
+  std::string model;
+  std::string device;
+  int64_t parameters = 0;
+  int64_t tokens_per_step = 0;
+  size_t device_peak_bytes = 0;
+  size_t device_budget_bytes = 0;
+  size_t host_bytes = 0;
+  size_t host_budget_bytes = 0;
+  size_t state_bytes = 0;  // masters and moments of every parameter
+  std::vector<PlanLine> lines;
+  int blocks = 0;
+  int resident_blocks = 0;
+  int device_optimizer_blocks = 0;
+  int prefetch_depth = 0;
+  int waves = 1;
+  bool activations_on_device = false;
+  double step_seconds = 0;      // predicted
+  double compute_seconds = 0;   // of it, the compute queue alone
+  double optimizer_seconds = 0; // the host update alone
+  std::vector<PlanLane> lanes;
+  bool time_is_measured = false;  // false: from default bandwidths, not from `orlop doctor --measure`
+
+  std::string to_text() const;  // the table that `orlop plan` prints
+  std::string to_json() const;
+};
+
+}  // namespace orlop

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <span>
+
+#include "base/bytes.h"
+#include "base/check.h"
+
+namespace orlop::nvme {
+
+// Zeroed memory for direct I/O outside the step: superblocks, tables, measurements.
+class AlignedMemory {
+ public:
+  // `alignment` is a power of two. Throws Error(kOutOfMemory).
+  AlignedMemory(size_t bytes, size_t alignment)
+      : bytes_(bytes),
+        memory_(
+            static_cast<std::byte*>(std::aligned_alloc(alignment, align_up(bytes, alignment)))) {
+    check(memory_ != nullptr || bytes == 0, ErrorCode::kOutOfMemory, "no memory for {} bytes",
+          bytes);
+    if (bytes > 0) std::memset(memory_.get(), 0, bytes);
+  }
+
+  std::byte* data() const { return memory_.get(); }
+  std::span<std::byte> span() const { return {memory_.get(), bytes_}; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  size_t bytes_;
+  std::unique_ptr<std::byte, Free> memory_;
+};
+
+}  // namespace orlop::nvme

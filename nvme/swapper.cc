@@ -1,0 +1,407 @@
+#include "nvme/swapper.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <optional>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "base/log.h"
+#include "nvme/aio_sweep.h"
+#include "nvme/aligned_memory.h"
+#include "nvme/direct_io.h"
+#include "nvme/shard_file.h"
+#include "nvme/write_ledger.h"
+
+namespace orlop::nvme {
+namespace {
+
+constexpr uint64_t kMeasuredBytes = 64 * kMiB;
+constexpr int64_t kNoVersion = -1;
+
+uint64_t checksum_seed(const SwapRequest& request) {
+  return (static_cast<uint64_t>(request.key.shard) << 40) ^
+         (static_cast<uint64_t>(request.key.chunk) << 20) ^ static_cast<uint64_t>(request.version);
+}
+
+// Both ways one after the other, as a step does.
+double measure(IoQueue& queue, ShardFile& file) {
+  const size_t bytes = kMeasuredBytes;
+  file.reserve(file.alignment(), bytes, 0);
+  const AlignedMemory memory(bytes, file.alignment());
+  std::memset(memory.data(), 0x5a, bytes);
+  const std::span<std::byte> data = memory.span();
+  measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
+  const double write = measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
+  const double read = measure_bandwidth(queue, IoOp::kRead, file.fd(), file.alignment(), data);
+  return 2 / (1 / read + 1 / write);
+}
+
+}  // namespace
+
+struct Swapper::Operation {
+  IoOp op = IoOp::kRead;
+  size_t chunk = 0;
+  SwapRequest request;
+  SlotLease slot;
+  uint64_t checksum = 0;  // of a write
+  Completion<SlotLease> read;
+  Completion<> written;
+
+  std::string describe() const {
+    return fmt::format("{} of shard {} chunk {} (version {})",
+                       op == IoOp::kRead ? "swap_in" : "swap_out", request.key.shard,
+                       request.key.chunk, request.version);
+  }
+  void finish(const std::exception_ptr& error) {
+    if (error || op == IoOp::kWrite) slot.release();
+    if (op == IoOp::kWrite) {
+      error ? written.set_error(error) : written.set_value();
+    } else {
+      error ? read.set_error(error) : read.set_value(std::move(slot));
+    }
+  }
+};
+
+struct Swapper::Chunk {
+  int64_t version = kNoVersion;
+  uint64_t checksum = 0;
+  std::string lost;  // the failed swap_out after which the contents are undefined
+  std::deque<std::shared_ptr<Operation>> queue;  // the front one runs
+};
+
+// All but the queue: what requests need until they end.
+struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
+  std::vector<std::unique_ptr<ShardFile>> files;
+  std::vector<DriveInfo> drives;
+  std::optional<ExtentTable> table;
+  Verify verify = Verify::kOff;
+  size_t alignment = 1;
+  size_t slot_bytes = 0;
+  uint64_t writes_per_day = 0;
+
+  mutable std::mutex mutex;  // guards the rest
+  std::condition_variable idle;
+  IoQueue* queue = nullptr;  // null once the swapper shuts down
+  std::vector<Chunk> chunks;
+  size_t running = 0;              // operations that have not ended
+  std::exception_ptr first_error;  // of a swap_out, since the last flush()
+  SwapStats stats;
+  WriteLedger ledger;
+
+  void start(const std::shared_ptr<Operation>& operation);
+  void check_start(const Operation& operation) const;
+  void finish(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
+  void check_read(const Operation& operation) const;
+  void count(const Operation& operation, const Extent& extent, bool failed);
+};
+
+// ---------------------------------------------------------------------------------------------------
+// Start and end
+
+Swapper::Swapper(const SwapperOptions& options) {
+  BackendChoice choice = make_io_backend(options.engine, options.queue.depth);
+  backend_reason_ = std::move(choice.reason);
+  queue_ = std::make_unique<IoQueue>(std::move(choice.backend), options.queue);
+  start_up(options);
+}
+
+Swapper::Swapper(const SwapperOptions& options, std::unique_ptr<IoBackend> backend)
+    : queue_(std::make_unique<IoQueue>(std::move(backend), options.queue)) {
+  start_up(options);
+}
+
+void Swapper::start_up(const SwapperOptions& options) {
+  const size_t count = options.directories.size();
+  check(count > 0, ErrorCode::kUsage, "no swap directory was given; name one with --nvme");
+  check(options.bandwidths.empty() || options.bandwidths.size() == count, ErrorCode::kUsage,
+        "{} bandwidths for {} swap directories", options.bandwidths.size(), count);
+  state_ = std::make_shared<State>();
+  State& state = *state_;
+  state.verify = options.verify;
+  state.writes_per_day = options.writes_per_day_bytes;
+  const std::string run_id = options.run_id.empty() ? default_run_id() : options.run_id;
+  for (const std::string& directory : options.directories) {
+    state.files.push_back(std::make_unique<ShardFile>(
+        ShardFileOptions{directory, options.rank, run_id, options.direct}));
+    state.alignment = std::max(state.alignment, state.files.back()->alignment());
+  }
+  std::vector<double> weights = options.bandwidths;
+  if (weights.empty()) {
+    for (auto& file : state.files) weights.push_back(count > 1 ? measure(*queue_, *file) : 1);
+  }
+  for (const double weight : weights) {
+    check(weight > 0, ErrorCode::kUsage, "a swap directory has a bandwidth of {}", weight);
+  }
+  state.table.emplace(options.chunks, weights, state.alignment, state.alignment);
+  for (const Extent& extent : state.table->extents()) {
+    state.slot_bytes = std::max<size_t>(state.slot_bytes, extent.capacity);
+  }
+  state.chunks = std::vector<Chunk>(options.chunks.size());
+  for (size_t i = 0; i < count; ++i) {
+    ShardFile& file = *state.files[i];
+    const uint64_t bytes = state.table->bytes_per_file()[i];
+    const auto records = std::ranges::count_if(
+        state.table->extents(), [i](const Extent& extent) { return extent.file == i; });
+    file.reserve(state.alignment, bytes, static_cast<uint64_t>(records));
+    queue_->with_backend([&](IoBackend& backend) { backend.register_file(file.fd()); });
+    state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
+                            file.direct_io().why_not, count > 1 ? weights[i] : 0, bytes});
+  }
+  if (state.writes_per_day > 0) {
+    state.ledger = WriteLedger(
+        fmt::format("{}/orlop-r{}.writes", absolute_path(options.directories[0]), options.rank));
+  }
+  state.queue = queue_.get();
+  keep_ = options.keep;
+}
+
+Swapper::~Swapper() {
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->queue = nullptr;
+  }
+  queue_.reset();
+  std::lock_guard lock(state_->mutex);
+  state_->ledger.save();
+  if (!keep_) return;
+  try {
+    check(state_->running == 0, ErrorCode::kIo, "{} operations have not ended", state_->running);
+    for (uint32_t i = 0; i < state_->files.size(); ++i) {
+      std::vector<ChunkRecord> records;
+      for (size_t c = 0; c < state_->chunks.size(); ++c) {
+        const Extent& extent = state_->table->extents()[c];
+        if (extent.file != i) continue;
+        const Chunk& chunk = state_->chunks[c];
+        records.push_back({extent.key, extent.offset, extent.bytes, chunk.version, chunk.checksum});
+      }
+      state_->files[i]->keep(records, static_cast<uint32_t>(state_->verify));
+    }
+  } catch (const std::exception& error) {
+    log_warning("the swap files are not kept: {}", error.what());
+  }
+}
+
+void Swapper::register_memory(std::span<std::byte> memory, size_t slot_bytes) {
+  queue_->with_backend([&](IoBackend& backend) { backend.register_buffer(memory, slot_bytes); });
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Operations
+
+Completion<SlotLease> Swapper::swap_in(const SwapRequest& request, SlotLease slot) {
+  auto operation = std::make_shared<Operation>();
+  operation->op = IoOp::kRead;
+  operation->request = request;
+  operation->slot = std::move(slot);
+  Completion<SlotLease> outcome = operation->read;
+  enqueue(std::move(operation));
+  return outcome;
+}
+
+Completion<> Swapper::swap_out(const SwapRequest& request, SlotLease slot) {
+  auto operation = std::make_shared<Operation>();
+  operation->op = IoOp::kWrite;
+  operation->request = request;
+  operation->slot = std::move(slot);
+  Completion<> outcome = operation->written;
+  enqueue(std::move(operation));
+  return outcome;
+}
+
+// Checks what the caller got wrong and throws at once; everything later goes into the Completion.
+void Swapper::enqueue(std::shared_ptr<Operation> operation) {
+  State& state = *state_;
+  operation->chunk = state.table->find(operation->request.key);
+  const Extent& extent = state.table->extents()[operation->chunk];
+  const std::span<std::byte> slot = operation->slot.span();
+  const size_t memory_alignment = state.files[extent.file]->direct_io().memory_alignment;
+  check(static_cast<bool>(operation->slot) && slot.size() >= extent.capacity, ErrorCode::kUsage,
+        "{}: the slot has {} bytes, {} are needed", operation->describe(), slot.size(),
+        extent.capacity);
+  check(reinterpret_cast<uintptr_t>(slot.data()) % memory_alignment == 0, ErrorCode::kUsage,
+        "{}: the slot at {} is not aligned to the {} bytes that direct I/O on {} needs",
+        operation->describe(), fmt::ptr(slot.data()), memory_alignment,
+        state.files[extent.file]->path());
+  check(operation->request.version >= 0, ErrorCode::kUsage, "{}: versions count from 0",
+        operation->describe());
+  if (operation->op == IoOp::kWrite) {
+    std::memset(slot.data() + extent.bytes, 0, extent.capacity - extent.bytes);
+    operation->checksum =
+        chunk_checksum(slot.first(extent.bytes), state.verify, checksum_seed(operation->request));
+  }
+  bool first = false;
+  {
+    std::lock_guard lock(state.mutex);
+    Chunk& chunk = state.chunks[operation->chunk];
+    chunk.queue.push_back(operation);
+    ++state.running;
+    first = chunk.queue.size() == 1;
+  }
+  if (first) state.start(operation);
+}
+
+// The operation is the front one of its chunk, so the chunk's version is settled.
+void Swapper::State::start(const std::shared_ptr<Operation>& operation) {
+  const Extent& extent = table->extents()[operation->chunk];
+  const ShardFile& file = *files[extent.file];
+  Transfer transfer;
+  IoQueue* target = nullptr;
+  try {
+    file.check_length();
+    std::lock_guard lock(mutex);
+    check_start(*operation);
+    Chunk& chunk = chunks[operation->chunk];
+    if (operation->op == IoOp::kWrite) chunk.version = kNoVersion;  // torn until it is done
+    target = queue;
+  } catch (const Error& error) {
+    finish(operation,
+           std::make_exception_ptr(
+               Error(error.code(), fmt::format("{}: {}", operation->describe(), error.what()))));
+    return;
+  }
+  transfer.op = operation->op;
+  transfer.fd = file.fd();
+  transfer.offset = extent.offset;
+  transfer.data = operation->slot.span().first(extent.capacity);
+  transfer.alignment = alignment;
+  transfer.priority = operation->request.next_use;
+  transfer.operation = operation->describe();
+  transfer.path = file.path();
+  transfer.done = [self = shared_from_this(), operation](std::exception_ptr error) {
+    self->finish(operation, std::move(error));
+  };
+  target->submit(std::move(transfer));
+}
+
+// Under the mutex.
+void Swapper::State::check_start(const Operation& operation) const {
+  const Chunk& chunk = chunks[operation.chunk];
+  check(queue != nullptr, ErrorCode::kIo, "cancelled, because the engine is shutting down");
+  if (operation.op == IoOp::kWrite) return;
+  check(chunk.lost.empty(), ErrorCode::kIo, "its contents are lost: {}", chunk.lost);
+  check(chunk.version != kNoVersion, ErrorCode::kInternal, "it was never written");
+  check(chunk.version == operation.request.version, ErrorCode::kInternal, "it holds version {}",
+        chunk.version);
+}
+
+// On the thread `io`, or on the caller's for an operation that could not start.
+void Swapper::State::finish(const std::shared_ptr<Operation>& operation, std::exception_ptr error) {
+  const Extent& extent = table->extents()[operation->chunk];
+  if (!error && operation->op == IoOp::kRead) {
+    try {
+      check_read(*operation);
+    } catch (const Error&) {
+      error = std::current_exception();
+    }
+  }
+  std::shared_ptr<Operation> next;
+  {
+    std::lock_guard lock(mutex);
+    Chunk& chunk = chunks[operation->chunk];
+    count(*operation, extent, error != nullptr);
+    if (operation->op == IoOp::kWrite && error) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const std::exception& reason) {
+        chunk.lost = reason.what();
+      }
+      if (!first_error) first_error = error;
+    } else if (operation->op == IoOp::kWrite) {
+      chunk.lost.clear();
+      chunk.version = operation->request.version;
+      chunk.checksum = operation->checksum;
+    }
+    chunk.queue.pop_front();
+    if (!chunk.queue.empty()) next = chunk.queue.front();
+  }
+  operation->finish(error);
+  {
+    std::lock_guard lock(mutex);
+    if (--running == 0) idle.notify_all();
+  }
+  if (next) start(next);
+}
+
+void Swapper::State::check_read(const Operation& operation) const {
+  if (verify == Verify::kOff) return;
+  const Extent& extent = table->extents()[operation.chunk];
+  const uint64_t found = chunk_checksum(operation.slot.span().first(extent.bytes), verify,
+                                        checksum_seed(operation.request));
+  uint64_t expected = 0;
+  {
+    std::lock_guard lock(mutex);
+    expected = chunks[operation.chunk].checksum;
+  }
+  check(found == expected, ErrorCode::kIo,
+        "{}: {} bytes at offset {} of {} have the checksum {:016x}, {:016x} was written: the drive "
+        "or "
+        "something else changed them",
+        operation.describe(), extent.bytes, extent.offset, files[extent.file]->path(), found,
+        expected);
+}
+
+// Under the mutex.
+void Swapper::State::count(const Operation& operation, const Extent& extent, bool failed) {
+  if (failed) {
+    ++stats.failures;
+  } else if (operation.op == IoOp::kRead) {
+    ++stats.swap_ins;
+    stats.bytes_read += extent.capacity;
+    stats.step_bytes_read += extent.capacity;
+  } else {
+    ++stats.swap_outs;
+    stats.bytes_written += extent.capacity;
+    stats.step_bytes_written += extent.capacity;
+    ledger.add(extent.capacity);
+  }
+}
+
+void Swapper::flush() {
+  std::unique_lock lock(state_->mutex);
+  state_->idle.wait(lock, [this] { return state_->running == 0; });
+  if (state_->first_error) std::rethrow_exception(std::exchange(state_->first_error, nullptr));
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Figures
+
+void Swapper::begin_step() {
+  std::lock_guard lock(state_->mutex);
+  state_->stats.step_bytes_read = 0;
+  state_->stats.step_bytes_written = 0;
+  state_->ledger.save();
+}
+
+SwapStats Swapper::stats() const {
+  std::lock_guard lock(state_->mutex);
+  SwapStats stats = state_->stats;
+  stats.day_bytes_written = state_->ledger.bytes_today();
+  stats.retries = queue_->stats().retries;
+  return stats;
+}
+
+void Swapper::check_write_budget(uint64_t bytes) const {
+  const uint64_t limit = state_->writes_per_day;
+  const uint64_t written = stats().day_bytes_written;
+  check(limit == 0 || written + bytes <= limit, ErrorCode::kDoesNotFit,
+        "limits.nvme_writes_per_day is {}: {} were written since midnight UTC and the next step "
+        "writes "
+        "{}; raise the limit or keep more of the states in host memory",
+        format_bytes(limit), format_bytes(written), format_bytes(bytes));
+}
+
+size_t Swapper::alignment() const { return state_->alignment; }
+
+size_t Swapper::slot_bytes() const { return state_->slot_bytes; }
+
+std::string_view Swapper::backend_name() const { return queue_->backend_name(); }
+
+const std::string& Swapper::backend_reason() const { return backend_reason_; }
+
+std::span<const DriveInfo> Swapper::drives() const { return state_->drives; }
+
+}  // namespace orlop::nvme

@@ -1,0 +1,41 @@
+# What `cmake --install` and a wheel get. Called when every target is defined:
+#   orlop_install(TARGET orlop MODULES orlop_cuda orlop_mpi)    modules that do not exist are left out
+# A consumer writes find_package(orlop) and links orlop::orlop.
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+# The libraries beside each other: in lib/ of a prefix, and in the package folder of a wheel, where the
+# module and the libraries that are loaded at run time find them by $ORIGIN.
+function(orlop_install_library target)
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN")
+  install(TARGETS ${target} LIBRARY DESTINATION orlop COMPONENT python NAMELINK_SKIP
+          EXCLUDE_FROM_ALL)
+endfunction()
+
+function(orlop_install)
+  cmake_parse_arguments(arg "" "TARGET" "MODULES" ${ARGN})
+  set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/orlop)
+
+  # A wheel keeps no symbolic links: one file, named as the loader asks for it.
+  if(SKBUILD)
+    set_target_properties(${arg_TARGET} PROPERTIES VERSION ${PROJECT_VERSION_MAJOR})
+  endif()
+  orlop_install_library(${arg_TARGET})
+  install(TARGETS ${arg_TARGET} EXPORT orlop-targets)
+  foreach(module ${arg_MODULES})
+    if(TARGET ${module})
+      orlop_install_library(${module})
+      install(TARGETS ${module} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    endif()
+  endforeach()
+
+  install(EXPORT orlop-targets NAMESPACE orlop:: DESTINATION ${config_dir})
+  file(WRITE ${PROJECT_BINARY_DIR}/orlop-config.cmake
+       "include(\"\${CMAKE_CURRENT_LIST_DIR}/orlop-targets.cmake\")\n")
+  write_basic_package_version_file(${PROJECT_BINARY_DIR}/orlop-config-version.cmake
+    COMPATIBILITY SameMinorVersion)
+  install(FILES ${PROJECT_BINARY_DIR}/orlop-config.cmake
+                ${PROJECT_BINARY_DIR}/orlop-config-version.cmake
+          DESTINATION ${config_dir})
+endfunction()

@@ -1,0 +1,199 @@
+#include "comm/thread_communicator.h"
+
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/thread.h"
+
+namespace orlop {
+namespace {
+
+// A barrier that can be broken.
+class Meeting {
+ public:
+  explicit Meeting(int world_size)
+      : world_size_(world_size), calls_(static_cast<size_t>(world_size)) {}
+
+  // Shows `call` to the other ranks and waits for theirs. They may be read, and what they point to,
+  // until leave().
+  void enter(int rank, const CollectiveCall& call) {
+    std::unique_lock lock(mutex_);
+    calls_[static_cast<size_t>(rank)] = call;
+    if (arrived_ + 1 == world_size_) check_agreement();
+    arrive(lock);
+  }
+  void leave() {
+    std::unique_lock lock(mutex_);
+    arrive(lock);
+  }
+
+  const CollectiveCall& call(int rank) const { return calls_[static_cast<size_t>(rank)]; }
+
+  void abort(const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    if (!error_.empty()) return;
+    error_ = reason;
+    changed_.notify_all();
+  }
+
+ private:
+  void arrive(std::unique_lock<std::mutex>& lock) {
+    const uint64_t meeting = meeting_;
+    if (error_.empty() && ++arrived_ == world_size_) {
+      arrived_ = 0;
+      ++meeting_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return meeting != meeting_ || !error_.empty(); });
+    if (meeting == meeting_) fail(ErrorCode::kCommunicator, "{}", error_);
+  }
+
+  void check_agreement() {
+    for (int r = 1; r < world_size_ && error_.empty(); ++r) {
+      const CollectiveCall& first = call(0);
+      const CollectiveCall& other = call(r);
+      if (first.kind == other.kind && first.count == other.count && first.dtype == other.dtype &&
+          first.root == other.root) {
+        continue;
+      }
+      error_ =
+          fmt::format("rank 0 calls {}, rank {} calls {}", describe(first), r, describe(other));
+      changed_.notify_all();
+    }
+  }
+
+  static std::string describe(const CollectiveCall& call) {
+    return fmt::format("{} of {} {} (root {})", collective_name(call.kind), call.count,
+                       dtype_name(call.dtype), call.root);
+  }
+
+  const int world_size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<CollectiveCall> calls_;
+  int arrived_ = 0;
+  uint64_t meeting_ = 0;
+  std::string error_;
+};
+
+// The part of `buffer` that belongs to `rank` when every rank has `count` elements.
+const void* row(const void* buffer, int rank, const CollectiveCall& call) {
+  const size_t bytes = static_cast<size_t>(call.count) * dtype_bytes(call.dtype);
+  return static_cast<const std::byte*>(buffer) + static_cast<size_t>(rank) * bytes;
+}
+
+void copy_row(void* to, const void* from, const CollectiveCall& call) {
+  if (to == from || call.count == 0) return;
+  std::memcpy(to, from, static_cast<size_t>(call.count) * dtype_bytes(call.dtype));
+}
+
+}  // namespace
+
+class ThreadGroup {
+ public:
+  explicit ThreadGroup(int ranks) : world_size(ranks), queued(ranks), host(ranks) {}
+
+  const int world_size;
+  // Apart, because a rank may be in one of each at the same time.
+  Meeting queued;
+  Meeting host;
+};
+
+std::shared_ptr<ThreadGroup> make_thread_group(int world_size) {
+  check(world_size >= 1, ErrorCode::kUsage, "a group of {} ranks", world_size);
+  return std::make_shared<ThreadGroup>(world_size);
+}
+
+void abort_group(ThreadGroup& group, const std::string& reason) {
+  group.queued.abort(reason);
+  group.host.abort(reason);
+}
+
+ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank, Issue issue)
+    : HostCommunicator(issue), group_(std::move(group)), rank_(rank) {
+  ORLOP_INVARIANT(rank >= 0 && rank < group_->world_size);
+}
+
+ThreadCommunicator::~ThreadCommunicator() = default;
+
+int ThreadCommunicator::world_size() const { return group_->world_size; }
+
+void ThreadCommunicator::execute(const CollectiveCall& call) {
+  Meeting& meeting = group_->queued;
+  meeting.enter(rank_, call);
+  switch (call.kind) {
+    case CollectiveKind::kAllGather:
+      for (int r = 0; r < group_->world_size; ++r) {
+        copy_row(const_cast<void*>(row(call.recv, r, call)), meeting.call(r).send, call);
+      }
+      break;
+    case CollectiveKind::kReduceScatter: {
+      std::vector<const void*> rows;
+      for (int r = 0; r < group_->world_size; ++r) {
+        rows.push_back(row(meeting.call(r).send, rank_, call));
+      }
+      sum_in_order(rows, call.recv, call.count, call.dtype);
+      break;
+    }
+    case CollectiveKind::kBroadcast:
+      copy_row(call.recv, meeting.call(call.root).send, call);
+      break;
+    case CollectiveKind::kAllReduce:
+    case CollectiveKind::kBarrier:
+      fail(ErrorCode::kInternal, "{} is not a collective of a queue", collective_name(call.kind));
+  }
+  meeting.leave();
+}
+
+void ThreadCommunicator::all_reduce_sum(std::span<double> values) {
+  CollectiveCall call;
+  call.kind = CollectiveKind::kAllReduce;
+  call.dtype = DType::kF64;
+  call.count = static_cast<int64_t>(values.size());
+  call.send = values.data();
+  group_->host.enter(rank_, call);
+  std::vector<const void*> rows;
+  for (int r = 0; r < group_->world_size; ++r) rows.push_back(group_->host.call(r).send);
+  std::vector<double> sums(values.size());
+  sum_in_order(rows, sums.data(), call.count, call.dtype);
+  group_->host.leave();  // only now has every rank read these values
+  std::copy(sums.begin(), sums.end(), values.begin());
+}
+
+void ThreadCommunicator::barrier() {
+  group_->host.enter(rank_, CollectiveCall{});
+  group_->host.leave();
+}
+
+void run_ranks(int world_size, HostCommunicator::Issue issue,
+               const std::function<void(Communicator&)>& body) {
+  const std::shared_ptr<ThreadGroup> group = make_thread_group(world_size);
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) {
+    threads.push_back(start_thread(fmt::format("rank {}", rank), [&, rank] {
+      try {
+        ThreadCommunicator communicator(group, rank, issue);
+        body(communicator);
+      } catch (...) {
+        {
+          std::lock_guard lock(mutex);
+          if (!first_error) first_error = std::current_exception();
+        }
+        abort_group(*group, fmt::format("rank {} has failed", rank));
+      }
+    }));
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace orlop

@@ -1,0 +1,118 @@
+#include "engine/backend_factory.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <string>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "gpu/cuda_backend_api.h"
+#include "host/host_backend.h"
+#include "memory/available_memory.h"
+#include "orlop/version.h"
+
+namespace orlop {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Of the memory that is free now, what the host plays "device" with when no budget is given.
+constexpr double kHostDeviceShare = 0.4;
+// Of a GPU's free memory, what is left to others when no budget is given.
+constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
+
+constexpr const char* kCudaLibrary = "liborlop_cuda.so";
+
+BackendChoice make_host(const EngineConfig& config, int threads, Tracer* tracer) {
+  const size_t budget = config.limits.device_bytes.value_or(
+      static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostDeviceShare));
+  HostBackendOptions options;
+  options.device_bytes = budget;
+  options.threads = threads;
+  options.reference_ops = config.reference_ops;
+  options.tracer = tracer;
+  return {make_host_backend(options), budget};
+}
+
+// The CUDA part of Orlop, once loaded; stays for the life of the process.
+struct CudaLibrary {
+  OrlopMakeCudaBackend make = nullptr;
+  OrlopCudaDeviceCount device_count = nullptr;
+  std::string error;  // why it is not there
+};
+
+fs::path own_folder() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<const void*>(&version), &info) == 0 || info.dli_fname == nullptr) return {};
+  return fs::path(info.dli_fname).parent_path();
+}
+
+CudaLibrary load_cuda() {
+  CudaLibrary library;
+  const fs::path beside = own_folder() / kCudaLibrary;
+  void* handle = dlopen(beside.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) handle = dlopen(kCudaLibrary, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    library.error = dlerror();
+    return library;
+  }
+  library.make = reinterpret_cast<OrlopMakeCudaBackend>(dlsym(handle, "orlop_make_cuda_backend"));
+  library.device_count = reinterpret_cast<OrlopCudaDeviceCount>(dlsym(handle, "orlop_cuda_device_count"));
+  if (library.make == nullptr || library.device_count == nullptr) {
+    library.error = fmt::format("{} is of another version of Orlop", beside.string());
+  }
+  return library;
+}
+
+const CudaLibrary& cuda_library() {
+  static const CudaLibrary library = load_cuda();
+  return library;
+}
+
+BackendChoice make_cuda(const EngineConfig& config, int index, Tracer* tracer) {
+  const CudaLibrary& library = cuda_library();
+  check(library.error.empty(), ErrorCode::kDevice,
+        "device '{}': the CUDA part of Orlop cannot be loaded: {}; use --device host, or install a build "
+        "with CUDA and an NVIDIA driver",
+        config.device, library.error);
+  CudaBackendOptions options;
+  options.device_index = index;
+  options.device_bytes = config.limits.device_bytes.value_or(0);
+  options.tracer = tracer;
+  BackendChoice choice;
+  choice.backend.reset(library.make(&options));
+  const DeviceInfo info = choice.backend->info();
+  const size_t usable = info.free_bytes - std::min(info.free_bytes, kDeviceReserveBytes);
+  choice.device_budget_bytes = config.limits.device_bytes.value_or(usable);
+  return choice;
+}
+
+int device_index(const std::string& name) {
+  if (name == "cuda") return 0;
+  int index = -1;
+  const char* begin = name.data() + std::string("cuda:").size();
+  const char* end = name.data() + name.size();
+  const auto [next, error] = std::from_chars(begin, end, index);
+  check(error == std::errc() && next == end && index >= 0, ErrorCode::kUsage,
+        "device '{}' is not known; use auto, host, cuda or cuda:N", name);
+  return index;
+}
+
+}  // namespace
+
+BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer) {
+  if (config.device == "host") return make_host(config, threads, tracer);
+  if (config.device == "auto") {
+    const CudaLibrary& library = cuda_library();
+    if (!library.error.empty() || library.device_count() == 0) return make_host(config, threads, tracer);
+    return make_cuda(config, 0, tracer);
+  }
+  check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,
+        "device '{}' is not known; use auto, host, cuda or cuda:N", config.device);
+  return make_cuda(config, device_index(config.device), tracer);
+}
+
+}  // namespace orlop

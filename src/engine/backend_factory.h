@@ -1,0 +1,22 @@
+#pragma once
+
+#include <memory>
+
+#include "backend/backend.h"
+#include "base/trace.h"
+#include "orlop/config.h"
+
+namespace orlop {
+
+// What make_backend() hands out: the backend may live in a library of its own, which stays loaded.
+struct BackendChoice {
+  std::unique_ptr<Backend> backend;
+  size_t device_budget_bytes = 0;
+};
+
+// The backend that config.device names: "host", "cuda", "cuda:N", or "auto": the first GPU if there is
+// one that works, else the host. Throws Error(kUsage) for any other name, Error(kDevice) when a GPU was
+// asked for and cannot be used, with the reason.
+BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer);
+
+}  // namespace orlop

@@ -1,0 +1,320 @@
+#include "orlop/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/check.h"
+#include "engine/checkpoint.h"
+#include "engine/model_files.h"
+#include "engine/session.h"
+#include "formats/manifest.h"
+#include "optim/grad_scaler.h"
+#include "optim/lr_schedule.h"
+#include "optim/optimizer_queue.h"
+
+namespace orlop {
+namespace {
+
+// On a host this small, an update beside the next forward takes the cores that compute needs.
+constexpr int kFewCores = 4;
+
+LrScheduleConfig schedule_config(const EngineConfig& config) {
+  LrScheduleConfig schedule;
+  switch (config.schedule.kind) {
+    case ScheduleKind::kConstant:
+      schedule.kind = LrScheduleKind::kConstant;
+      break;
+    case ScheduleKind::kLinear:
+      schedule.kind = LrScheduleKind::kLinear;
+      break;
+    case ScheduleKind::kCosine:
+      schedule.kind = LrScheduleKind::kCosine;
+      break;
+    case ScheduleKind::kWsd:
+      schedule.kind = LrScheduleKind::kWsd;
+      break;
+  }
+  schedule.peak_lr = config.optimizer.learning_rate;
+  schedule.total_steps = config.schedule.total_steps;
+  schedule.warmup_steps = config.schedule.warmup_steps;
+  schedule.decay_steps = static_cast<int64_t>(config.schedule.decay_ratio *
+                                              static_cast<double>(config.schedule.total_steps));
+  schedule.min_ratio = config.schedule.min_lr_ratio;
+  return schedule;
+}
+
+GradScalerConfig scaler_config(const EngineConfig& config) {
+  GradScalerConfig scaler;
+  scaler.max_failures = config.max_skipped_steps;
+  if (config.precision != Precision::kF16) {
+    scaler.dynamic = false;
+    scaler.initial_scale = 1;
+  }
+  return scaler;
+}
+
+}  // namespace
+
+class Engine::Impl {
+ public:
+  Impl(std::string model_dir, const EngineConfig& config)
+      : config_(config),
+        model_dir_(std::move(model_dir)),
+        session_(make_planning(model_dir_, config, &tracer_), config),
+        schedule_(schedule_config(config)),
+        scaler_(scaler_config(config)),
+        optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
+    if (config.from_scratch) {
+      init_weights(layout(), config.seed, session_.planning().threads, session_.states());
+    } else {
+      load_weights(model_dir_, layout(), session_.states());
+    }
+  }
+
+  const EngineConfig& config() const { return config_; }
+  const PlanReport& report() const { return session_.planning().report; }
+  int64_t steps_done() const { return applied_steps_; }
+
+  StepResult step(std::span<const MicroBatch> batches) {
+    return changing([&] { return run_step(batches); });
+  }
+
+  EvalResult evaluate(std::span<const MicroBatch> batches) {
+    return changing([&] {
+      EvalResult result;
+      double loss_sum = 0;
+      for (size_t i = 0; i < batches.size(); ++i) {
+        const bool has_label = std::any_of(batches[i].labels.begin(), batches[i].labels.end(),
+                                           [](int32_t label) { return label >= 0; });
+        if (!has_label) continue;
+        WalkInput input;
+        input.batches = batches.subspan(i, 1);
+        input.version = version_;
+        const WalkResult walk = session_.executor().walk(session_.eval_plan(), input);
+        loss_sum += walk.loss_sum;
+        result.labelled_tokens += walk.labelled_tokens;
+      }
+      check(result.labelled_tokens > 0, ErrorCode::kInvalidData,
+            "evaluate: no token of the {} micro-batches has a label", batches.size());
+      result.loss = loss_sum / static_cast<double>(result.labelled_tokens);
+      return result;
+    });
+  }
+
+  std::vector<TensorDescription> tensors() const {
+    std::vector<TensorDescription> all;
+    for (const FlatParamLayout& flat : layout().flat_params) {
+      for (const Segment& segment : flat.segments) all.push_back({segment.name, segment.shape, segment.decay});
+    }
+    return all;
+  }
+
+  void read_state(const std::string& tensor, StateKind kind, std::span<float> values) {
+    reading([&] {
+      const Plane plane = kind == StateKind::kMaster   ? Plane::kMaster
+                          : kind == StateKind::kExpAvg ? Plane::kExpAvg
+                                                       : Plane::kExpAvgSq;
+      for (size_t param = 0; param < layout().flat_params.size(); ++param) {
+        const Segment* segment = layout().flat_params[param].find(tensor);
+        if (segment == nullptr) continue;
+        check(static_cast<int64_t>(values.size()) == segment->numel, ErrorCode::kUsage,
+              "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel, values.size());
+        const int index = static_cast<int>(param);
+        session_.states().with_states(index, false, [&](std::byte* base) {
+          read_plane(session_.states().planes(index), base, plane, segment->offset, values);
+        });
+        return 0;
+      }
+      fail(ErrorCode::kUsage, "read_state: the model has no tensor '{}'", tensor);
+    });
+  }
+
+  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep) {
+    check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
+    return reading([&] {
+      const TrainingState training{applied_steps_, scaler_.state(), user_state};
+      return save_training(run_dir, static_cast<size_t>(keep), layout(), session_.states(), training).string();
+    });
+  }
+
+  std::string load_checkpoint(const std::string& step_dir) {
+    optimizer_.wait_idle();
+    return changing([&] {
+      const TrainingState training = load_training(step_dir, layout(), session_.states());
+      scaler_.restore(training.scaler);
+      applied_steps_ = training.steps;
+      return training.user_state;
+    });
+  }
+
+  void export_hf(const std::string& out_dir, size_t max_shard_bytes) {
+    reading([&] {
+      export_weights(model_dir_, out_dir, layout(), session_.states(), max_shard_bytes);
+      return 0;
+    });
+  }
+
+  Stats stats() const {
+    Stats stats;
+    stats.steps = applied_steps_;
+    stats.skipped_steps = scaler_.state().skipped_steps;
+    stats.uploaded_bytes = session_.executor().uploaded_bytes();
+    stats.offloaded_bytes = session_.executor().offloaded_bytes();
+    stats.device_peak_bytes = session_.planning().report.device_peak_bytes;
+    stats.host_bytes = session_.host_bytes();
+    stats.optimizer_seconds = optimizer_.busy_seconds();
+    stats.optimizer_exposed_seconds = exposed_seconds_;
+    return stats;
+  }
+
+  Tracer& tracer() { return tracer_; }
+
+ private:
+  const ModelLayout& layout() const { return session_.layout(); }
+
+  StepResult run_step(std::span<const MicroBatch> batches) {
+    const auto begin = std::chrono::steady_clock::now();
+    AdamHyper hyper;
+    hyper.lr = schedule_(applied_steps_);
+    hyper.beta1 = config_.optimizer.beta1;
+    hyper.beta2 = config_.optimizer.beta2;
+    hyper.eps = config_.optimizer.eps;
+    hyper.weight_decay = config_.optimizer.weight_decay;
+    hyper.decoupled = config_.optimizer.decoupled;
+    hyper.step = applied_steps_ + 1;
+    hyper.seed = config_.seed;
+    const float loss_scale = scaler_.scale();
+    const WalkResult walk =
+        session_.executor().walk(session_.train_plan(),
+                                 {.batches = batches,
+                                  .loss_scale = loss_scale,
+                                  .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
+                                  .version = version_,
+                                  .hyper = hyper});
+    ++version_;
+    optimizer_.submit({walk.scalars, hyper, version_, hyper.step});
+    if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
+      const auto wait_begin = std::chrono::steady_clock::now();
+      optimizer_.wait_idle();
+      exposed_seconds_ += seconds_since(wait_begin);
+    }
+    StepResult result;
+    result.loss = walk.loss_sum / static_cast<double>(walk.labelled_tokens);
+    result.grad_norm = walk.scalars.grad_norm;
+    result.clip = static_cast<double>(walk.scalars.grad_scale) * static_cast<double>(loss_scale);
+    result.learning_rate = hyper.lr;
+    result.loss_scale = static_cast<double>(loss_scale);
+    result.skipped = walk.scalars.skip != 0;
+    result.tokens = static_cast<int64_t>(batches.size()) * session_.input().shape.rows;
+    result.labelled_tokens = walk.labelled_tokens;
+    result.step = applied_steps_ + 1;
+    if (result.skipped) {
+      scaler_.step_nonfinite(first_bad_text(walk.scalars));
+    } else {
+      scaler_.step_finite();
+      ++applied_steps_;
+    }
+    result.seconds = seconds_since(begin);
+    return result;
+  }
+
+  std::string first_bad_text(const StepScalars& scalars) const {
+    if (scalars.nonfinite_param < 0) return "the gradient norm";
+    const FlatParamLayout& flat = layout().flat_params[static_cast<size_t>(scalars.nonfinite_param)];
+    for (const Segment& segment : flat.segments) {
+      if (scalars.nonfinite_index >= segment.offset &&
+          scalars.nonfinite_index < segment.offset + segment.numel) {
+        return fmt::format("the gradient of '{}' ({}) at element {}", segment.name, flat.name,
+                           scalars.nonfinite_index - segment.offset);
+      }
+    }
+    return fmt::format("the gradient of {}", flat.name);
+  }
+
+  static double seconds_since(std::chrono::steady_clock::time_point begin) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+
+  void check_usable() const {
+    check(failure_.empty(), ErrorCode::kInternal,
+          "the engine failed before and refuses further work; resume from the last checkpoint. The "
+          "first error was: {}",
+          failure_);
+  }
+
+  // Work that changes states. After a failure that may have left them half changed, every further call is
+  // refused; bad input is found before anything is issued and harms nothing.
+  template <typename Work>
+  auto changing(const Work& work) -> decltype(work()) {
+    check_usable();
+    try {
+      return work();
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kInvalidData) {
+        failure_ = error.what();
+      }
+      throw;
+    } catch (const std::exception& error) {
+      failure_ = error.what();
+      throw;
+    }
+  }
+
+  // Work that reads states between steps: waits for the update; a failure, say of a disk, harms nothing.
+  template <typename Work>
+  auto reading(const Work& work) -> decltype(work()) {
+    check_usable();
+    optimizer_.wait_idle();
+    return work();
+  }
+
+  EngineConfig config_;
+  std::string model_dir_;
+  Tracer tracer_;
+  Session session_;
+  LrSchedule schedule_;
+  GradScaler scaler_;
+  OptimizerQueue optimizer_;
+  int64_t applied_steps_ = 0;
+  uint32_t version_ = 0;
+  double exposed_seconds_ = 0;
+  std::string failure_;
+};
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::~Engine() = default;
+
+std::unique_ptr<Engine> Engine::open(const std::string& model_dir, const EngineConfig& config) {
+  return std::unique_ptr<Engine>(new Engine(std::make_unique<Impl>(model_dir, config)));
+}
+
+PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config) {
+  return make_planning(model_dir, config, nullptr).report;
+}
+
+const PlanReport& Engine::plan() const { return impl_->report(); }
+const EngineConfig& Engine::config() const { return impl_->config(); }
+StepResult Engine::step(std::span<const MicroBatch> batches) { return impl_->step(batches); }
+EvalResult Engine::evaluate(std::span<const MicroBatch> batches) { return impl_->evaluate(batches); }
+int64_t Engine::steps_done() const { return impl_->steps_done(); }
+std::vector<TensorDescription> Engine::tensors() const { return impl_->tensors(); }
+void Engine::read_state(const std::string& tensor, StateKind kind, std::span<float> values) {
+  impl_->read_state(tensor, kind, values);
+}
+std::string Engine::save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep) {
+  return impl_->save_checkpoint(run_dir, user_state, keep);
+}
+std::string Engine::load_checkpoint(const std::string& step_dir) { return impl_->load_checkpoint(step_dir); }
+std::string Engine::latest_checkpoint(const std::string& run_dir) {
+  const std::vector<CheckpointEntry> complete = list_checkpoints(run_dir);
+  return complete.empty() ? "" : complete.front().folder.string();
+}
+void Engine::export_hf(const std::string& out_dir, size_t max_shard_bytes) {
+  impl_->export_hf(out_dir, max_shard_bytes);
+}
+Stats Engine::stats() const { return impl_->stats(); }
+void Engine::start_trace() { impl_->tracer().start(); }
+void Engine::write_trace(const std::string& path) { impl_->tracer().write(path); }
+
+}  // namespace orlop

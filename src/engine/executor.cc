@@ -1,0 +1,324 @@
+#include "engine/executor.h"
+
+#include <algorithm>
+#include <array>
+
+#include "base/check.h"
+
+namespace orlop {
+namespace {
+
+constexpr std::array<PlanLaneKind, 3> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
+                                                      PlanLaneKind::kOffload};
+
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param = -1) {
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param)) return &use;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+// Events and staging of one plan, made at its first walk.
+struct Executor::PlanState {
+  std::vector<std::unique_ptr<Event>> events;  // of operations that signal
+  std::vector<BatchStaging> staging;           // per micro-batch
+  std::vector<std::byte*> host_batches;
+  std::vector<std::byte*> device_batches;
+  std::vector<const float*> host_losses;
+};
+
+struct Executor::Walk {
+  const StepPlan& plan;
+  PlanState& state;
+  const WalkInput& input;
+  std::vector<BatchView> batches;
+  int64_t labelled_tokens = 0;
+};
+
+Executor::Executor(Backend& backend, const PlanInput& input,
+                   std::span<const std::unique_ptr<Block>> blocks, ExecutorMemory memory,
+                   int64_t sequence_length, int64_t vocab_size, int64_t max_positions)
+    : backend_(backend),
+      input_(input),
+      blocks_(blocks),
+      memory_(std::move(memory)),
+      sequence_length_(sequence_length),
+      vocab_size_(vocab_size),
+      max_positions_(max_positions) {
+  for (auto& end : ends_) end = backend.make_event();
+}
+
+Executor::~Executor() = default;
+
+std::byte* Executor::address(const PlanBuffer& buffer) const {
+  return (buffer.tier == Tier::kDevice ? memory_.device : memory_.host) + buffer.offset;
+}
+
+std::byte* Executor::device_scalars(const StepPlan& plan) const {
+  return address(plan.buffers[static_cast<size_t>(plan.scalars)]);
+}
+
+Queue& Executor::queue_of(PlanLaneKind lane) {
+  switch (lane) {
+    case PlanLaneKind::kUpload:
+      return backend_.queue(QueueKind::kUpload);
+    case PlanLaneKind::kOffload:
+      return backend_.queue(QueueKind::kOffload);
+    default:
+      return backend_.queue(QueueKind::kCompute);
+  }
+}
+
+Executor::PlanState& Executor::prepare(const StepPlan& plan) {
+  std::unique_ptr<PlanState>& slot = states_[&plan];
+  if (slot) return *slot;
+  slot = std::make_unique<PlanState>();
+  slot->events.resize(plan.ops.size());
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    const PlanOp& op = plan.ops[i];
+    if (op.signals) slot->events[i] = backend_.make_event();
+    if (op.kind == OpKind::kUploadBatch) {
+      slot->staging.emplace_back(input_.shape.rows, sequence_length_, vocab_size_, max_positions_);
+      ORLOP_INVARIANT(slot->staging.back().bytes() <= input_.batch_bytes());
+      slot->host_batches.push_back(address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kHost))));
+      slot->device_batches.push_back(
+          address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
+    }
+    if (op.kind == OpKind::kOffloadLoss) {
+      slot->host_losses.resize(std::max(slot->host_losses.size(), static_cast<size_t>(op.micro_batch) + 1));
+      slot->host_losses[static_cast<size_t>(op.micro_batch)] = reinterpret_cast<const float*>(
+          address(plan.buffer(*find_use(plan, op, BufferKind::kLoss, Tier::kHost))));
+    }
+  }
+  return *slot;
+}
+
+// Arena bytes change hands between steps as the next plan says; nothing of this step may start while a
+// queue still works on the step before.
+void Executor::order_after_previous_walk() {
+  for (size_t i = 0; i < kDeviceLanes.size(); ++i) queue_of(kDeviceLanes[i]).record(*ends_[i]);
+  for (const PlanLaneKind lane : kDeviceLanes) {
+    for (size_t i = 0; i < kDeviceLanes.size(); ++i) {
+      if (kDeviceLanes[i] != lane) queue_of(lane).wait(*ends_[i]);
+    }
+  }
+}
+
+WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
+  PlanState& state = prepare(plan);
+  check(!input.batches.empty() && input.batches.size() <= state.staging.size(), ErrorCode::kUsage,
+        "step: {} micro-batches given; accumulation_steps allows 1 to {}", input.batches.size(),
+        state.staging.size());
+  Walk walk{plan, state, input, {}, 0};
+  for (size_t mb = 0; mb < input.batches.size(); ++mb) {
+    state.staging[mb].fill(input.batches[mb], state.host_batches[mb], static_cast<int>(mb));
+    walk.labelled_tokens += state.staging[mb].labelled_tokens();
+    BatchView view = state.staging[mb].view(state.host_batches[mb], state.device_batches[mb]);
+    view.scale = reinterpret_cast<const float*>(device_scalars(plan) + kLossScaleOffset);
+    walk.batches.push_back(view);
+  }
+  check(walk.labelled_tokens > 0, ErrorCode::kInvalidData,
+        "step: no token of the {} micro-batches has a label", input.batches.size());
+  *reinterpret_cast<float*>(memory_.scalars + kLossScaleOffset) =
+      input.loss_scale / static_cast<float>(walk.labelled_tokens);
+  order_after_previous_walk();
+  for (size_t i = 0; i < plan.ops.size(); ++i) issue(walk, i);
+  for (const PlanLaneKind lane : kDeviceLanes) queue_of(lane).synchronize();
+
+  WalkResult result;
+  result.labelled_tokens = walk.labelled_tokens;
+  for (size_t mb = 0; mb < input.batches.size(); ++mb) {
+    const float* losses = state.host_losses[mb];
+    for (int64_t row = 0; row < input_.shape.rows; ++row) result.loss_sum += losses[row];
+  }
+  result.scalars = *reinterpret_cast<const StepScalars*>(memory_.scalars);
+  return result;
+}
+
+// The order of the queues is the plan's also where a micro-batch is missing.
+void Executor::issue(Walk& walk, size_t index) {
+  const PlanOp& op = walk.plan.ops[index];
+  if (op.lane == PlanLaneKind::kOptimizer) return;
+  Queue& queue = queue_of(op.lane);
+  for (const int wait : op.waits) queue.wait(*walk.state.events[static_cast<size_t>(wait)]);
+  if (op.micro_batch < static_cast<int>(walk.batches.size())) issue_work(walk, op, queue);
+  if (op.signals) queue.record(*walk.state.events[index]);
+}
+
+void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
+  switch (op.kind) {
+    case OpKind::kUploadBatch:
+      copy(walk.plan, op, queue);
+      if (op.micro_batch == 0) {
+        queue.upload(device_scalars(walk.plan) + kLossScaleOffset, memory_.scalars + kLossScaleOffset,
+                     sizeof(float));
+      }
+      break;
+    case OpKind::kUploadParam:
+      queue.wait_gate(memory_.gates[static_cast<size_t>(op.param)], walk.input.version);
+      [[fallthrough]];
+    case OpKind::kUploadInput:
+    case OpKind::kUnparkGrad:
+    case OpKind::kOffloadInput:
+    case OpKind::kParkGrad:
+    case OpKind::kOffloadGrad:
+    case OpKind::kOffloadLoss:
+      copy(walk.plan, op, queue);
+      break;
+    case OpKind::kForward:
+    case OpKind::kBackward:
+      issue_block(walk, op, queue);
+      break;
+    case OpKind::kZeroGrad: {
+      const PlanBuffer& grad = walk.plan.buffer(op.uses.front());
+      queue.fill_zero(address(grad), input_.grad_bytes(op.param));
+      break;
+    }
+    case OpKind::kRoundGrad:
+      issue_round_grad(walk, op, queue);
+      break;
+    case OpKind::kFinishNorm:
+      issue_finish_norm(walk, queue);
+      break;
+    case OpKind::kOffloadScalars:
+      queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
+      break;
+    case OpKind::kDeviceAdam:
+      issue_device_adam(walk, op, queue);
+      break;
+    case OpKind::kHostAdam:
+      break;
+  }
+}
+
+// A copy between the tiers: the operation's one host buffer and its one device buffer. A FlatParam's
+// state buffer is copied as far as its compute copy goes.
+void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  const PlanBuffer* host = nullptr;
+  const PlanBuffer* device = nullptr;
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind == BufferKind::kScalars) continue;
+    (buffer.tier == Tier::kHost ? host : device) = &buffer;
+  }
+  const size_t bytes = op.kind == OpKind::kUploadParam   ? input_.param_bytes(op.param)
+                       : op.kind == OpKind::kUploadBatch ? input_.batch_bytes()
+                                                         : std::min(host->bytes, device->bytes);
+  if (op.lane == PlanLaneKind::kUpload) {
+    queue.upload(address(*device), address(*host), bytes);
+    uploaded_bytes_ += bytes;
+  } else {
+    queue.offload(address(*host), address(*device), bytes);
+    offloaded_bytes_ += bytes;
+  }
+}
+
+void Executor::issue_block(Walk& walk, const PlanOp& op, Queue& queue) {
+  const StepPlan& plan = walk.plan;
+  const BlockLayout& layout = input_.layout.blocks[static_cast<size_t>(op.block)];
+  std::array<const void*, 2> params{};
+  std::array<float*, 2> grads{};
+  const size_t count = layout.flat_params.size();
+  const auto device = [&](BufferKind kind, int param = -1) -> std::byte* {
+    const BufferUse* use = find_use(plan, op, kind, Tier::kDevice, param);
+    return use == nullptr ? nullptr : address(plan.buffer(*use));
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const int param = layout.flat_params[i];
+    params[i] = device(BufferKind::kParam, param);
+    if (params[i] == nullptr) params[i] = device(BufferKind::kState, param);
+    grads[i] = reinterpret_cast<float*>(device(BufferKind::kGrad, param));
+  }
+  BatchView batch = walk.batches[static_cast<size_t>(op.micro_batch)];
+  batch.loss = reinterpret_cast<float*>(device(BufferKind::kLoss));
+  const BlockCall call{.ops = backend_.ops(),
+                       .queue = queue,
+                       .batch = batch,
+                       .params = {params.data(), count},
+                       .grads = {grads.data(), op.kind == OpKind::kBackward ? count : 0},
+                       .workspace = device(BufferKind::kWorkspace),
+                       .rope = reinterpret_cast<const float*>(device(BufferKind::kRope))};
+  std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind != BufferKind::kInput) continue;
+    (buffer.block == op.block ? input : output) = address(buffer);
+  }
+  Block& block = *blocks_[static_cast<size_t>(op.block)];
+  if (op.kind == OpKind::kForward) {
+    block.forward(call, input, output);
+  } else {
+    block.backward(call, input, device(BufferKind::kActivationGrad));
+  }
+}
+
+void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
+  const StepPlan& plan = walk.plan;
+  const BufferUse* rounded = find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice);
+  std::byte* sums = address(plan.buffer(*find_use(plan, op, BufferKind::kNormSums, Tier::kDevice)));
+  RoundGradArgs args;
+  args.grad = reinterpret_cast<const float*>(
+      address(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
+  args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
+  args.square_sum = reinterpret_cast<double*>(sums) + op.param;
+  args.first_nonfinite = reinterpret_cast<int64_t*>(sums + first_nonfinite_offset(input_.layout.flat_params.size())) + op.param;
+  args.scratch = address(plan.buffer(*find_use(plan, op, BufferKind::kNormScratch, Tier::kDevice)));
+  args.numel = numel(op.param);
+  args.out_dtype = input_.compute_dtype;
+  backend_.ops().round_grad(queue, args);
+}
+
+void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
+  const size_t params = input_.layout.flat_params.size();
+  const std::byte* sums = address(walk.plan.buffers[static_cast<size_t>(walk.plan.norm_sums)]);
+  FinishNormArgs args;
+  args.square_sums = reinterpret_cast<const double*>(sums);
+  args.first_nonfinite = reinterpret_cast<const int64_t*>(sums + first_nonfinite_offset(params));
+  args.params = static_cast<int64_t>(params);
+  args.max_norm = walk.input.max_grad_norm;
+  args.loss_scale = walk.input.loss_scale;
+  args.out = reinterpret_cast<StepScalars*>(device_scalars(walk.plan));
+  backend_.ops().finish_norm(queue, args);
+}
+
+void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
+  const StepPlan& plan = walk.plan;
+  std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
+  const std::byte* grad = address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
+  const StatePlanes planes = state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
+  const AdamHyper& hyper = walk.input.hyper;
+  for (const DecayRun& run : decay_runs(input_.layout.flat_params[static_cast<size_t>(op.param)])) {
+    const size_t begin = static_cast<size_t>(run.begin);
+    DeviceAdamArgs args;
+    if (input_.compute_dtype != DType::kF32) args.param = base + begin * dtype_bytes(input_.compute_dtype);
+    if (input_.compute_dtype == DType::kBF16) {
+      args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+    } else {
+      args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    }
+    args.exp_avg = base + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
+    args.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
+    args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
+    args.scalars = reinterpret_cast<const StepScalars*>(device_scalars(plan));
+    args.numel = run.numel;
+    args.rng_offset = run.begin;
+    args.compute_dtype = input_.compute_dtype;
+    args.moment_dtype = input_.moment_dtype;
+    args.lr = hyper.lr;
+    args.beta1 = hyper.beta1;
+    args.beta2 = hyper.beta2;
+    args.eps = hyper.eps;
+    args.weight_decay = run.decay ? hyper.weight_decay : 0.0;
+    args.decoupled = hyper.decoupled;
+    args.step = hyper.step;
+    args.seed = param_seed(hyper.seed, op.param);
+    backend_.ops().device_adam(queue, args);
+  }
+}
+
+}  // namespace orlop

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <array>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "backend/backend.h"
+#include "backend/ops.h"
+#include "cpu_adam/adam.h"
+#include "engine/batch_staging.h"
+#include "model/block.h"
+#include "orlop/engine.h"
+#include "zero/param_states.h"
+#include "zero/step_plan.h"
+
+namespace orlop {
+
+// Where the arenas of a plan lie, and the gates of its FlatParams.
+struct ExecutorMemory {
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+  std::byte* scalars = nullptr;  // the host's kScalars buffer
+  std::vector<Gate> gates;       // one per FlatParam
+};
+
+// What one walk over a plan is told.
+struct WalkInput {
+  std::span<const MicroBatch> batches;
+  float loss_scale = 1;
+  float max_grad_norm = 0;
+  uint32_t version = 0;      // uploads wait for this version of every FlatParam
+  AdamHyper hyper;           // of updates on the device
+};
+
+// What one walk gives back, when all its device work is over.
+struct WalkResult {
+  double loss_sum = 0;  // over labelled tokens, in nats
+  int64_t labelled_tokens = 0;
+  StepScalars scalars;  // training only
+};
+
+// Walks a StepPlan: issues every operation in order on its queue, with the plan's waits between queues.
+// Nothing is allocated after the first walk of a plan.
+class Executor {
+ public:
+  Executor(Backend& backend, const PlanInput& input, std::span<const std::unique_ptr<Block>> blocks,
+           ExecutorMemory memory, int64_t sequence_length, int64_t vocab_size, int64_t max_positions);
+  ~Executor();
+
+  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to the
+  // caller: their gradients and `scalars` are in host memory when this returns. Fewer micro-batches than
+  // the plan has leave out the operations of the last ones.
+  WalkResult walk(const StepPlan& plan, const WalkInput& input);
+
+  uint64_t uploaded_bytes() const { return uploaded_bytes_; }
+  uint64_t offloaded_bytes() const { return offloaded_bytes_; }
+
+ private:
+  struct PlanState;
+  struct Walk;
+
+  PlanState& prepare(const StepPlan& plan);
+  void issue(Walk& walk, size_t index);
+  void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_finish_norm(Walk& walk, Queue& queue);
+  void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
+  void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  std::byte* address(const PlanBuffer& buffer) const;
+  std::byte* device_scalars(const StepPlan& plan) const;
+  Queue& queue_of(PlanLaneKind lane);
+  void order_after_previous_walk();
+  int64_t numel(int param) const {
+    return input_.layout.flat_params[static_cast<size_t>(param)].numel;
+  }
+
+  Backend& backend_;
+  const PlanInput& input_;
+  std::span<const std::unique_ptr<Block>> blocks_;
+  ExecutorMemory memory_;
+  int64_t sequence_length_;
+  int64_t vocab_size_;
+  int64_t max_positions_;
+  std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
+  std::array<std::unique_ptr<Event>, 3> ends_;
+  uint64_t uploaded_bytes_ = 0;
+  uint64_t offloaded_bytes_ = 0;
+};
+
+}  // namespace orlop

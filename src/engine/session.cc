@@ -1,0 +1,186 @@
+#include "engine/session.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "cpu_adam/cpu_features.h"
+#include "formats/hf_config.h"
+#include "memory/available_memory.h"
+
+namespace orlop {
+namespace {
+
+// Of the memory that is free now, what states may take when no budget is given.
+constexpr double kHostShare = 0.9;
+
+DType compute_dtype(Precision precision) {
+  switch (precision) {
+    case Precision::kF32:
+      return DType::kF32;
+    case Precision::kBF16:
+      return DType::kBF16;
+    case Precision::kF16:
+      return DType::kF16;
+  }
+  return DType::kF32;
+}
+
+void check_config(const EngineConfig& config, const TransformerConfig& model) {
+  const BatchConfig& batch = config.batch;
+  const auto positive = [](int64_t value, const char* field) {
+    check(value >= 1, ErrorCode::kUsage, "{} is {}; it must be at least 1", field, value);
+  };
+  positive(batch.micro_batch_size, "batch.micro_batch_size");
+  positive(batch.sequence_length, "batch.sequence_length");
+  positive(batch.accumulation_steps, "batch.accumulation_steps");
+  positive(config.schedule.total_steps, "schedule.total_steps");
+  positive(config.max_skipped_steps, "max_skipped_steps");
+  check(batch.sequence_length <= model.max_positions, ErrorCode::kUsage,
+        "batch.sequence_length is {}; the model allows {} (max_position_embeddings)",
+        batch.sequence_length, model.max_positions);
+  check(batch.micro_batch_size * batch.sequence_length < (int64_t{1} << 31), ErrorCode::kUsage,
+        "a micro-batch of {} x {} tokens has more than 2^31 - 1", batch.micro_batch_size,
+        batch.sequence_length);
+  const OptimizerConfig& optimizer = config.optimizer;
+  check(optimizer.max_grad_norm >= 0, ErrorCode::kUsage,
+        "optimizer.max_grad_norm is {}; 0 switches clipping off", optimizer.max_grad_norm);
+  check(optimizer.moments == DType::kF32 || optimizer.moments == DType::kBF16, ErrorCode::kUsage,
+        "optimizer.moments is {}; it may be F32 or BF16", dtype_name(optimizer.moments));
+}
+
+void describe_blocks(Planning& planning, DType dtype) {
+  PlanInput& input = planning.input;
+  const Ops& ops = planning.device.backend->ops();
+  const int count = static_cast<int>(input.layout.blocks.size());
+  for (int b = 0; b < count; ++b) {
+    planning.blocks.push_back(make_block(planning.model, input.layout, b, dtype));
+    const Block& block = *planning.blocks.back();
+    input.forward_workspace_bytes.push_back(block.workspace_bytes(ops, input.shape, false));
+    input.backward_workspace_bytes.push_back(block.workspace_bytes(ops, input.shape, true));
+    input.forward_flops.push_back(block_forward_flops(
+        planning.model, input.layout.blocks[static_cast<size_t>(b)].kind, input.shape));
+  }
+  for (const FlatParamLayout& flat : input.layout.flat_params) {
+    input.norm_scratch_bytes.push_back(ops.grad_norm_scratch_bytes(flat.numel));
+  }
+}
+
+}  // namespace
+
+Planning make_planning(const std::string& model_dir, const EngineConfig& config, Tracer* tracer) {
+  Planning planning;
+  planning.model = make_transformer_config(read_hf_config(model_dir));
+  check_config(config, planning.model);
+  planning.threads = config.threads > 0 ? config.threads : default_threads();
+  planning.device = make_backend(config, planning.threads, tracer);
+  const DeviceInfo info = planning.device.backend->info();
+  const DType dtype = compute_dtype(config.precision);
+
+  PlanInput& input = planning.input;
+  input.layout = make_layout(planning.model);
+  input.compute_dtype = dtype;
+  input.moment_dtype = config.optimizer.moments;
+  input.shape = {config.batch.micro_batch_size * config.batch.sequence_length,
+                 config.batch.sequence_length};
+  input.hidden = planning.model.hidden;
+  input.micro_batches = static_cast<int>(config.batch.accumulation_steps);
+  input.clipping = config.optimizer.max_grad_norm > 0;
+  if (planning.model.rope.enabled) {
+    input.rope_bytes = static_cast<size_t>(config.batch.sequence_length * planning.model.rope.rotary_dim) *
+                       sizeof(float);
+  }
+  input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
+  input.device_is_host = info.is_host;
+  describe_blocks(planning, dtype);
+
+  planning.budgets.device_bytes = planning.device.device_budget_bytes;
+  planning.budgets.host_bytes = config.limits.host_bytes.value_or(
+      static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostShare));
+  planning.profile = load_profile(info.name, info.is_host, planning.threads);
+  planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
+  planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
+  planning.report.model =
+      fmt::format("{} ({} layers x {})", planning.model.model_type, planning.model.layers, planning.model.hidden);
+  planning.report.device = info.name;
+  return planning;
+}
+
+Session::Session(Planning planning, const EngineConfig& config)
+    : host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
+      planning_(std::move(planning)),
+      sequence_length_(config.batch.sequence_length) {
+  ExecutorMemory memory = take_memory();
+  gates_ = memory.gates;
+  upload_rope(memory.device);
+  executor_ = std::make_unique<Executor>(backend(), planning_.input, planning_.blocks, std::move(memory),
+                                         sequence_length_, planning_.model.vocab_size,
+                                         planning_.model.max_positions);
+}
+
+ExecutorMemory Session::take_memory() {
+  const PlannedStep& planned = planning_.planned;
+  if (!backend().info().is_host) {
+    host_arena_.register_with(
+        [&](void* address, size_t bytes) { backend().register_host_memory(address, bytes); });
+  }
+  ExecutorMemory memory;
+  memory.device = static_cast<std::byte*>(
+      backend().allocate_arena(std::max(planned.train.device_bytes, planned.eval.device_bytes)));
+  memory.host = host_arena_.data();
+  memory.scalars = memory.host + planned.train.buffers[static_cast<size_t>(planned.train.host_scalars)].offset;
+  auto* gates = reinterpret_cast<std::atomic<uint32_t>*>(memory.scalars + kGatesOffset);
+  for (size_t param = 0; param < layout().flat_params.size(); ++param) {
+    memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
+  }
+  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, memory.device, memory.host);
+  return memory;
+}
+
+void Session::upload_rope(std::byte* device) {
+  if (planning_.input.rope_bytes == 0) return;
+  const std::vector<float> table = rope_table(planning_.model.rope, sequence_length_);
+  const StepPlan& plan = planning_.planned.train;
+  Queue& upload = backend().queue(QueueKind::kUpload);
+  upload.upload(device + plan.buffers[static_cast<size_t>(plan.rope)].offset, table.data(),
+                table.size() * sizeof(float));
+  upload.synchronize();
+}
+
+std::vector<HostUpdate> Session::host_updates(uint64_t seed) {
+  std::vector<HostUpdate> updates;
+  for (const PlanBuffer& buffer : planning_.planned.train.buffers) {
+    if (buffer.kind != BufferKind::kRoundedGrad || buffer.tier != Tier::kHost) continue;
+    updates.push_back(host_update(buffer.param, host_arena_.data() + buffer.offset, seed));
+  }
+  return updates;
+}
+
+HostUpdate Session::host_update(int param, const std::byte* grad, uint64_t seed) const {
+  const StatePlanes& planes = states_->planes(param);
+  std::byte* base = states_->host_states(param);
+  HostUpdate update{param, {}, gates_[static_cast<size_t>(param)]};
+  for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(param)])) {
+    const size_t begin = static_cast<size_t>(run.begin);
+    AdamShard shard;
+    shard.compute_dtype = planes.compute_dtype;
+    shard.moment_dtype = planes.moment_dtype;
+    shard.grad_dtype = planes.compute_dtype;
+    const bool has_copy = planes.compute_dtype != DType::kF32;
+    if (has_copy) shard.param = base + begin * dtype_bytes(planes.compute_dtype);
+    if (planes.compute_dtype == DType::kBF16) {
+      shard.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+    } else {
+      shard.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    }
+    shard.exp_avg = base + planes.exp_avg + begin * dtype_bytes(planes.moment_dtype);
+    shard.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(planes.moment_dtype);
+    shard.grad = grad + begin * dtype_bytes(planes.compute_dtype);
+    shard.numel = run.numel;
+    shard.rng_offset = run.begin;
+    update.parts.push_back({shard, run.decay, param_seed(seed, param)});
+  }
+  return update;
+}
+
+}  // namespace orlop

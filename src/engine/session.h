@@ -1,0 +1,70 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/trace.h"
+#include "engine/backend_factory.h"
+#include "engine/executor.h"
+#include "engine/state_store.h"
+#include "memory/host_arena.h"
+#include "orlop/config.h"
+#include "optim/optimizer_queue.h"
+#include "zero/placement_plan.h"
+
+namespace orlop {
+
+// Everything that is known before memory is taken.
+struct Planning {
+  TransformerConfig model;
+  BackendChoice device;
+  std::vector<std::unique_ptr<Block>> blocks;
+  PlanInput input;
+  Budgets budgets;
+  HardwareProfile profile;
+  PlannedStep planned;
+  PlanReport report;
+  int threads = 1;
+};
+
+// Reads config.json, makes the backend and plans. Throws Error(kDoesNotFit) and takes no big memory.
+Planning make_planning(const std::string& model_dir, const EngineConfig& config, Tracer* tracer);
+
+// The memory of a plan and what walks it: arenas of both tiers, states, gates, executor. States are zero
+// until they are loaded.
+class Session {
+ public:
+  Session(Planning planning, const EngineConfig& config);
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  const Planning& planning() const { return planning_; }
+  const PlanInput& input() const { return planning_.input; }
+  const ModelLayout& layout() const { return planning_.input.layout; }
+  const StepPlan& train_plan() const { return planning_.planned.train; }
+  const StepPlan& eval_plan() const { return planning_.planned.eval; }
+
+  Backend& backend() { return *planning_.device.backend; }
+  Executor& executor() { return *executor_; }
+  const Executor& executor() const { return *executor_; }
+  StateStore& states() { return *states_; }
+  size_t host_bytes() const { return host_arena_.capacity_bytes(); }
+
+  // What the host updates after each step, in the order of next use.
+  std::vector<HostUpdate> host_updates(uint64_t seed);
+
+ private:
+  ExecutorMemory take_memory();
+  void upload_rope(std::byte* device);
+  HostUpdate host_update(int param, const std::byte* grad, uint64_t seed) const;
+
+  HostArena host_arena_;  // outlives the backend, which has it registered
+  Planning planning_;
+  int64_t sequence_length_;
+  std::vector<Gate> gates_;
+  std::unique_ptr<StateStore> states_;
+  std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace orlop

@@ -1,0 +1,108 @@
+#include "zero/hardware_profile.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/check.h"
+#include "base/log.h"
+
+namespace orlop {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+fs::path profile_path(const std::string& device) {
+  fs::path base;
+  if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache) {
+    base = cache;
+  } else if (const char* home = std::getenv("HOME"); home && *home) {
+    base = fs::path(home) / ".cache";
+  } else {
+    return {};
+  }
+  std::string name;
+  for (const char c : device) name += std::isalnum(static_cast<unsigned char>(c)) ? c : '-';
+  return base / "orlop" / ("profile-" + name + ".json");
+}
+
+}  // namespace
+
+std::string HardwareProfile::to_json() const {
+  const json document = {{"device", device},
+                         {"matmul_flop_per_s", matmul_flop_per_s},
+                         {"upload_bytes_per_s", upload_bytes_per_s},
+                         {"offload_bytes_per_s", offload_bytes_per_s},
+                         {"device_bytes_per_s", device_bytes_per_s},
+                         {"host_bytes_per_s", host_bytes_per_s},
+                         {"launch_seconds", launch_seconds}};
+  return document.dump(2);
+}
+
+HardwareProfile default_profile(const std::string& device, bool device_is_host, int cores) {
+  HardwareProfile profile;
+  profile.device = device;
+  profile.host_bytes_per_s = 8e9 * cores;
+  if (device_is_host) {
+    profile.matmul_flop_per_s = 5e10 * cores;
+    profile.upload_bytes_per_s = 5e9;
+    profile.offload_bytes_per_s = 5e9;
+    profile.device_bytes_per_s = 8e9 * cores;
+  } else {
+    profile.matmul_flop_per_s = 5e14;
+    profile.upload_bytes_per_s = 5e10;
+    profile.offload_bytes_per_s = 5e10;
+    profile.device_bytes_per_s = 2.5e12;
+  }
+  return profile;
+}
+
+HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores) {
+  HardwareProfile profile = default_profile(device, device_is_host, cores);
+  const fs::path path = profile_path(device);
+  std::ifstream in(path);
+  if (path.empty() || !in) return profile;
+  try {
+    const json document = json::parse(in);
+    const auto read = [&](const char* key, double& value) {
+      const double found = document.at(key).get<double>();
+      check(found > 0, ErrorCode::kInvalidData, "{} is {}", key, found);
+      value = found;
+    };
+    read("matmul_flop_per_s", profile.matmul_flop_per_s);
+    read("upload_bytes_per_s", profile.upload_bytes_per_s);
+    read("offload_bytes_per_s", profile.offload_bytes_per_s);
+    read("device_bytes_per_s", profile.device_bytes_per_s);
+    read("host_bytes_per_s", profile.host_bytes_per_s);
+    read("launch_seconds", profile.launch_seconds);
+    profile.is_measured = true;
+  } catch (const std::exception& error) {
+    log_warning("hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
+                "--measure` writes it anew.",
+                path.string(), error.what());
+    return default_profile(device, device_is_host, cores);
+  }
+  return profile;
+}
+
+void save_profile(const HardwareProfile& profile) {
+  const fs::path path = profile_path(profile.device);
+  check(!path.empty(), ErrorCode::kIo, "hardware profile: neither XDG_CACHE_HOME nor HOME is set");
+  std::error_code error;
+  fs::create_directories(path.parent_path(), error);
+  const fs::path temporary = path.string() + ".tmp";
+  {
+    std::ofstream out(temporary);
+    out << profile.to_json() << '\n';
+    out.flush();
+    check(out.good(), ErrorCode::kIo, "hardware profile: cannot write '{}': {}", temporary.string(),
+          errno_text(errno));
+  }
+  fs::rename(temporary, path, error);
+  check(!error, ErrorCode::kIo, "hardware profile: cannot rename '{}': {}", temporary.string(),
+        error.message());
+}
+
+}  // namespace orlop

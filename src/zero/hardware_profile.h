@@ -1,0 +1,31 @@
+#pragma once
+
+#include <string>
+
+namespace orlop {
+
+// Bandwidths and rates that the simulation runs on. Bytes are counted as moved: an in-place update of one
+// byte counts two.
+struct HardwareProfile {
+  std::string device;                  // the name DeviceInfo gives
+  double matmul_flop_per_s = 1e11;     // large matmuls in the compute dtype
+  double upload_bytes_per_s = 8e9;     // pinned host -> device, alone
+  double offload_bytes_per_s = 8e9;    // device -> pinned host, alone
+  double device_bytes_per_s = 2e10;    // device memory, read + write
+  double host_bytes_per_s = 1e10;      // host memory under the optimizer's threads, read + write
+  double launch_seconds = 5e-6;        // fixed cost of one operation
+  bool is_measured = false;
+
+  std::string to_json() const;
+};
+
+// Typical figures of a kind of device, for plans made before anything was measured.
+HardwareProfile default_profile(const std::string& device, bool device_is_host, int cores);
+
+// The profile that `orlop doctor --measure` kept for this device, or the default one.
+HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores);
+
+// Keeps a profile under $XDG_CACHE_HOME/orlop (or ~/.cache/orlop). Throws Error(kIo).
+void save_profile(const HardwareProfile& profile);
+
+}  // namespace orlop

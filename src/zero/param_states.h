@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "model/param_layout.h"
+#include "orlop/types.h"
+
+namespace orlop {
+
+// Offsets, in bytes, of the planes inside one FlatParam's state buffer. The compute copy comes first, so
+// that it is uploaded from, or is, the start of the buffer:
+//   bf16  hi (2 B), lo (2 B), exp_avg, exp_avg_sq      master bits = (hi << 16) + int16(lo)
+//   fp16  copy (2 B), master (4 B), exp_avg, exp_avg_sq
+//   fp32  master (4 B), exp_avg, exp_avg_sq
+struct StatePlanes {
+  DType compute_dtype = DType::kBF16;
+  DType moment_dtype = DType::kF32;
+  int64_t numel = 0;
+  size_t lo = 0;
+  size_t master = 0;
+  size_t exp_avg = 0;
+  size_t exp_avg_sq = 0;
+  size_t bytes = 0;
+};
+
+StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype);
+
+enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
+
+// Elements [offset, offset + values.size()) of one plane of the state buffer `base`, as fp32.
+void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, int64_t offset,
+                std::span<float> values);
+
+// The reverse. Writing the master also writes the compute copy (bf16: hi plane rounds half up, fp16:
+// nearest even). Writing a moment that is kept in bf16 rounds to nearest even; values that came from
+// such a moment survive exactly.
+void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_t offset,
+                 std::span<const float> values);
+
+// A run of elements of a FlatParam with one weight-decay setting.
+struct DecayRun {
+  int64_t begin = 0;
+  int64_t numel = 0;
+  bool decay = true;
+};
+
+// Covers the FlatParam; gaps go with the tensor before them.
+std::vector<DecayRun> decay_runs(const FlatParamLayout& layout);
+
+// Every FlatParam has its own stream of random numbers for stochastic rounding.
+constexpr uint64_t param_seed(uint64_t seed, int param) {
+  return seed + static_cast<uint64_t>(param + 1) * 0x9e3779b97f4a7c15u;
+}
+
+// Copies elements of the compute copy, in the compute dtype: what the device computes with.
+void read_compute_copy(const StatePlanes& planes, const std::byte* base, int64_t offset,
+                       std::span<std::byte> out);
+
+}  // namespace orlop

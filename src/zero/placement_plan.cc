@@ -1,0 +1,192 @@
+#include "zero/placement_plan.h"
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "zero/plan_check.h"
+#include "zero/simulate.h"
+
+namespace orlop {
+namespace {
+
+constexpr int kMaxPrefetch = 8;
+constexpr int kUsualPrefetch = 2;
+
+// FlatParams in the order in which they become resident: transformer layers from the last to the first,
+// then the head's and the embedding's.
+std::vector<int> residency_order(const ModelLayout& layout) {
+  std::vector<int> layers;
+  std::vector<int> others;
+  for (const BlockLayout& block : layout.blocks) {
+    std::vector<int>& order = block.kind == BlockKind::kTransformer ? layers : others;
+    for (const int param : block.flat_params) {
+      if (std::find(others.begin(), others.end(), param) == others.end()) order.push_back(param);
+    }
+  }
+  std::reverse(layers.begin(), layers.end());
+  std::reverse(others.begin(), others.end());
+  layers.insert(layers.end(), others.begin(), others.end());
+  return layers;
+}
+
+void check_wanted(const PlanInput& input, const PlacementConfig& wanted) {
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  const auto in_range = [](const std::optional<int>& value, int low, int high, const char* field) {
+    check(!value || (*value >= low && *value <= high), ErrorCode::kUsage,
+          "placement.{} is {}; it must lie between {} and {}", field, value.value_or(0), low, high);
+  };
+  in_range(wanted.prefetch_depth, 0, kMaxPrefetch, "prefetch_depth");
+  in_range(wanted.resident_blocks, 0, params, "resident_blocks");
+  in_range(wanted.device_optimizer_blocks, 0, params, "device_optimizer_blocks");
+  in_range(wanted.wave, 1, input.micro_batches, "wave");
+}
+
+class Planner {
+ public:
+  Planner(const PlanInput& input, const Budgets& budgets, const PlacementConfig& wanted,
+          const HardwareProfile& profile)
+      : input_(input),
+        budgets_(budgets),
+        wanted_(wanted),
+        profile_(profile),
+        residency_(residency_order(input.layout)),
+        params_(static_cast<int>(input.layout.flat_params.size())) {}
+
+  PlannedStep run() {
+    PlacementPlan placement = smallest_placement(input_, wanted_);
+    require_fit(placement);
+    if (!wanted_.wave) grow(placement, 2, input_.micro_batches, [](PlacementPlan& p, int n) { p.wave = n; });
+    if (!wanted_.prefetch_depth) {
+      grow(placement, 1, kUsualPrefetch, [](PlacementPlan& p, int n) { p.prefetch_depth = n; });
+    }
+    if (!wanted_.activations_on_device) {
+      grow(placement, 1, 1, [](PlacementPlan& p, int) { p.activations_on_device = true; });
+    }
+    const PlacementPlan weights_first = spend(placement, true);
+    const PlacementPlan shards_first = spend(placement, false);
+    PlannedStep planned = build(seconds(shards_first) < seconds(weights_first) ? shards_first : weights_first);
+    plan_check(input_, planned.placement, planned.train, true);
+    plan_check(input_, planned.placement, planned.eval, false);
+    return planned;
+  }
+
+ private:
+  PlannedStep build(const PlacementPlan& placement) const {
+    return {placement, make_train_plan(input_, placement), make_eval_plan(input_, placement)};
+  }
+
+  size_t device_need(const PlannedStep& planned) const {
+    return input_.device_fixed_bytes + std::max(planned.train.device_bytes, planned.eval.device_bytes);
+  }
+  size_t host_need(const PlannedStep& planned) const {
+    return std::max(planned.train.host_bytes, planned.eval.host_bytes);
+  }
+
+  bool fits(const PlacementPlan& placement) const {
+    const PlannedStep planned = build(placement);
+    return device_need(planned) <= budgets_.device_bytes && host_need(planned) <= budgets_.host_bytes;
+  }
+
+  double seconds(const PlacementPlan& placement) const {
+    return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
+  }
+
+  void require_fit(const PlacementPlan& placement) const {
+    const PlannedStep planned = build(placement);
+    const size_t device = device_need(planned);
+    const size_t host = host_need(planned);
+    if (device <= budgets_.device_bytes && host <= budgets_.host_bytes) return;
+    std::string text = "the training step does not fit:";
+    const auto line = [&](const char* tier, size_t need, size_t budget, const char* remedy) {
+      if (need <= budget) return;
+      text += fmt::format("\n  {}: needs at least {} ({} B), budget {} ({} B), short by {}; {}", tier,
+                          format_bytes(need), need, format_bytes(budget), budget,
+                          format_bytes(need - budget), remedy);
+    };
+    line("device", device, budgets_.device_bytes,
+         "raise the device budget to that, or shorten the micro-batch or the sequence");
+    line("host", host, budgets_.host_bytes,
+         "raise the host budget to that, keep optimizer shards on the device, or use bf16 moments");
+    throw Error(ErrorCode::kDoesNotFit, text);
+  }
+
+  // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if none does.
+  void grow(PlacementPlan& placement, int low, int high,
+            const std::function<void(PlacementPlan&, int)>& set) const {
+    std::optional<PlacementPlan> best;
+    while (low <= high) {
+      const int middle = high - (high - low) / 2;
+      PlacementPlan candidate = placement;
+      set(candidate, middle);
+      if (fits(candidate)) {
+        best = candidate;
+        low = middle + 1;
+      } else {
+        high = middle - 1;
+      }
+    }
+    if (best) placement = *best;
+  }
+
+  PlacementPlan spend(PlacementPlan placement, bool weights_first) const {
+    const auto weights = [&] {
+      if (wanted_.resident_blocks) return;
+      grow(placement, 1, params_, [&](PlacementPlan& p, int n) { set_resident(p, residency_, n); });
+    };
+    const auto shards = [&] {
+      if (wanted_.device_optimizer_blocks || input_.device_is_host) return;
+      grow(placement, 1, params_, [](PlacementPlan& p, int n) { set_device_optimizer(p, n); });
+    };
+    if (weights_first) weights();
+    shards();
+    if (!weights_first) weights();
+    return placement;
+  }
+
+ public:
+  static void set_resident(PlacementPlan& placement, const std::vector<int>& order, int count) {
+    for (int i = 0; i < count; ++i) {
+      placement.params[static_cast<size_t>(order[static_cast<size_t>(i)])].resident = true;
+    }
+  }
+
+  // The first FlatParams in order of use: the next forward waits for their updates first.
+  static void set_device_optimizer(PlacementPlan& placement, int count) {
+    for (int i = 0; i < count; ++i) {
+      placement.params[static_cast<size_t>(i)] = {.resident = true, .optimizer = Tier::kDevice};
+    }
+  }
+
+ private:
+  const PlanInput& input_;
+  const Budgets& budgets_;
+  const PlacementConfig& wanted_;
+  const HardwareProfile& profile_;
+  std::vector<int> residency_;
+  int params_;
+};
+
+}  // namespace
+
+PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& wanted) {
+  check_wanted(input, wanted);
+  PlacementPlan placement;
+  placement.params.resize(input.layout.flat_params.size());
+  placement.prefetch_depth = wanted.prefetch_depth.value_or(0);
+  placement.activations_on_device = wanted.activations_on_device.value_or(false);
+  placement.wave = wanted.wave.value_or(1);
+  Planner::set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
+  Planner::set_device_optimizer(placement, wanted.device_optimizer_blocks.value_or(0));
+  return placement;
+}
+
+PlannedStep make_placement(const PlanInput& input, const Budgets& budgets,
+                           const PlacementConfig& wanted, const HardwareProfile& profile) {
+  return Planner(input, budgets, wanted, profile).run();
+}
+
+}  // namespace orlop

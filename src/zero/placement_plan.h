@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+
+#include "orlop/config.h"
+#include "orlop/plan.h"
+#include "zero/hardware_profile.h"
+#include "zero/step_plan.h"
+
+namespace orlop {
+
+struct Budgets {
+  size_t device_bytes = 0;
+  size_t host_bytes = 0;
+};
+
+// A placement with the training step that proves it fits.
+struct PlannedStep {
+  PlacementPlan placement;
+  StepPlan train;
+  StepPlan eval;
+};
+
+// Chooses the home of every state under hard budgets. Starts from the least that can run and gives the
+// remaining bytes, in this order, to: longer waves, prefetching, block inputs on the device, resident
+// weights (the last blocks first: they are needed again at the turn of the pass), and optimizer shards on
+// the device (accelerators only). What `wanted` states is taken as it is. Throws Error(kDoesNotFit) with
+// need, budget and shortage per tier.
+PlannedStep make_placement(const PlanInput& input, const Budgets& budgets,
+                           const PlacementConfig& wanted, const HardwareProfile& profile);
+
+// The placement with the least memory that `wanted` allows.
+PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& wanted);
+
+// What a planned step needs and takes; model and device names are the caller's to fill in.
+PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const Budgets& budgets,
+                       const HardwareProfile& profile);
+
+}  // namespace orlop

@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "zero/placement_plan.h"
+#include "zero/simulate.h"
+
+namespace orlop {
+namespace {
+
+const char* purpose(const PlanBuffer& buffer) {
+  const bool host = buffer.tier == Tier::kHost;
+  switch (buffer.kind) {
+    case BufferKind::kParam:
+      return buffer.persistent ? "weights, resident" : "weights, in flight";
+    case BufferKind::kGrad:
+      return host ? "gradients, parked between waves" : "gradients, fp32";
+    case BufferKind::kRoundedGrad:
+      return host ? "gradients, waiting for the norm" : "gradients, rounded";
+    case BufferKind::kInput:
+      return "block inputs";
+    case BufferKind::kActivationGrad:
+      return "activation gradients";
+    case BufferKind::kWorkspace:
+    case BufferKind::kNormScratch:
+      return "block workspace";
+    case BufferKind::kState:
+      return "masters and moments";
+    case BufferKind::kBatch:
+    case BufferKind::kLoss:
+    case BufferKind::kRope:
+    case BufferKind::kNormSums:
+    case BufferKind::kScalars:
+      return "batches, tables, scalars";
+  }
+  return "?";
+}
+
+// Bytes per purpose at the moment when most of a tier is in use; the rest of its arena is gaps.
+std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
+  const size_t moments = plan.ops.size();
+  std::vector<size_t> live(moments + 1, 0);
+  for (const PlanBuffer& buffer : plan.buffers) {
+    if (buffer.tier != tier || buffer.first_op < 0) continue;
+    for (int op = buffer.first_op; op <= buffer.last_op; ++op) live[static_cast<size_t>(op)] += buffer.bytes;
+  }
+  const int peak = static_cast<int>(std::max_element(live.begin(), live.end()) - live.begin());
+  std::map<std::string, size_t> bytes;
+  size_t sum = 0;
+  for (const PlanBuffer& buffer : plan.buffers) {
+    if (buffer.tier != tier || buffer.first_op > peak || buffer.last_op < peak) continue;
+    bytes[purpose(buffer)] += buffer.bytes;
+    sum += buffer.bytes;
+  }
+  if (plan.arena_bytes(tier) > sum) bytes["gaps"] = plan.arena_bytes(tier) - sum;
+  std::vector<PlanLine> lines;
+  for (const auto& [name, amount] : bytes) lines.push_back({tier, name, amount});
+  std::sort(lines.begin(), lines.end(),
+            [](const PlanLine& a, const PlanLine& b) { return a.bytes > b.bytes; });
+  return lines;
+}
+
+}  // namespace
+
+PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const Budgets& budgets,
+                       const HardwareProfile& profile) {
+  PlanReport report;
+  const StepPlan& plan = planned.train;
+  report.parameters = input.layout.trainable_numel();
+  report.tokens_per_step = input.shape.rows * input.micro_batches;
+  report.device_peak_bytes =
+      input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
+  report.device_budget_bytes = budgets.device_bytes;
+  report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
+  report.host_budget_bytes = budgets.host_bytes;
+  const int params = static_cast<int>(planned.placement.params.size());
+  for (int param = 0; param < params; ++param) {
+    const ParamPlacement& home = planned.placement.params[static_cast<size_t>(param)];
+    report.state_bytes += input.state_bytes(param);
+    if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
+    if (home.resident) ++report.resident_blocks;
+  }
+  report.blocks = params;
+  report.lines = tier_lines(plan, Tier::kDevice);
+  if (input.device_fixed_bytes > 0) {
+    report.lines.push_back({Tier::kDevice, "device context and matmul workspace", input.device_fixed_bytes});
+  }
+  const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
+  report.lines.insert(report.lines.end(), host.begin(), host.end());
+  report.prefetch_depth = planned.placement.prefetch_depth;
+  report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
+  report.activations_on_device = planned.placement.activations_on_device;
+  const Simulation time = simulate(input, plan, profile);
+  report.step_seconds = time.step_seconds;
+  report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
+  report.optimizer_seconds = time.optimizer_seconds;
+  const char* const names[kPlanLanes] = {"compute", "upload", "offload", "optimizer"};
+  for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
+    report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
+  }
+  report.time_is_measured = profile.is_measured;
+  return report;
+}
+
+std::string PlanReport::to_text() const {
+  std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step\n", model, device,
+                                 static_cast<double>(parameters) / 1e6, tokens_per_step);
+  const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
+                                             static_cast<double>(state_bytes)
+                                       : 0.0;
+  text += fmt::format("  device {} of {} ({:.1f} % of the {} of optimizer states), host {} of {}\n",
+                      format_bytes(device_peak_bytes), format_bytes(device_budget_bytes), share,
+                      format_bytes(state_bytes), format_bytes(host_bytes), format_bytes(host_budget_bytes));
+  text += fmt::format(
+      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, block "
+      "inputs on the {}\n",
+      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves, waves == 1 ? "" : "s",
+      activations_on_device ? "device" : "host");
+  for (const PlanLine& line : lines) {
+    text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose, format_bytes(line.bytes));
+  }
+  text += fmt::format("  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
+                      step_seconds, time_is_measured ? "measured" : "typical",
+                      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+                      optimizer_seconds);
+  for (const PlanLane& lane : lanes) {
+    text += fmt::format("  {:9} busy {:8.3f} s", lane.queue, lane.busy_seconds);
+    if (lane.queue != "compute") text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
+    text += '\n';
+  }
+  return text;
+}
+
+std::string PlanReport::to_json() const {
+  nlohmann::json document = {{"model", model},
+                             {"device", device},
+                             {"parameters", parameters},
+                             {"tokens_per_step", tokens_per_step},
+                             {"device_peak_bytes", device_peak_bytes},
+                             {"device_budget_bytes", device_budget_bytes},
+                             {"host_bytes", host_bytes},
+                             {"host_budget_bytes", host_budget_bytes},
+                             {"state_bytes", state_bytes},
+                             {"blocks", blocks},
+                             {"resident_blocks", resident_blocks},
+                             {"device_optimizer_blocks", device_optimizer_blocks},
+                             {"prefetch_depth", prefetch_depth},
+                             {"waves", waves},
+                             {"activations_on_device", activations_on_device},
+                             {"step_seconds", step_seconds},
+                             {"compute_seconds", compute_seconds},
+                             {"optimizer_seconds", optimizer_seconds},
+                             {"time_is_measured", time_is_measured}};
+  for (const PlanLine& line : lines) {
+    document["lines"].push_back(
+        {{"tier", tier_name(line.tier)}, {"purpose", line.purpose}, {"bytes", line.bytes}});
+  }
+  for (const PlanLane& lane : lanes) {
+    document["lanes"].push_back({{"queue", lane.queue},
+                                 {"busy_seconds", lane.busy_seconds},
+                                 {"stall_seconds", lane.stall_seconds}});
+  }
+  return document.dump(2);
+}
+
+}  // namespace orlop

@@ -1,0 +1,109 @@
+#include "zero/simulate.h"
+
+#include <algorithm>
+
+namespace orlop {
+namespace {
+
+size_t largest_use(const StepPlan& plan, const PlanOp& op, Tier tier) {
+  size_t bytes = 0;
+  for (const BufferUse& use : op.uses) {
+    if (plan.buffer(use).tier == tier) bytes = std::max(bytes, plan.buffer(use).bytes);
+  }
+  return bytes;
+}
+
+// One pass over the plan that starts at `start`. `gates` holds when each FlatParam's update was over and
+// is replaced by this step's; returns when the step's work on the device was over.
+double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile, double start,
+            std::vector<double>& gates, double& optimizer_free, Simulation& result) {
+  std::array<double, kPlanLanes> lane_free;
+  lane_free.fill(start);
+  lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)] = optimizer_free;
+  std::vector<double> end(plan.ops.size(), 0);
+  std::vector<double> new_gates = gates;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    const PlanOp& op = plan.ops[i];
+    const size_t lane = static_cast<size_t>(op.lane);
+    double ready = lane_free[lane];
+    for (const int wait : op.waits) {
+      const double over = end[static_cast<size_t>(wait)];
+      if (op.lane == PlanLaneKind::kCompute && over > ready) {
+        const size_t other = static_cast<size_t>(plan.ops[static_cast<size_t>(wait)].lane);
+        result.stall_seconds[other] += over - ready;
+      }
+      ready = std::max(ready, over);
+    }
+    if (op.kind == OpKind::kUploadParam) ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
+    const double seconds = op_seconds(input, plan, op, profile);
+    result.busy_seconds[lane] += seconds;
+    end[i] = ready + seconds;
+    lane_free[lane] = end[i];
+    if (op.kind == OpKind::kHostAdam) {
+      new_gates[static_cast<size_t>(op.param)] = end[i];
+      result.optimizer_seconds += seconds;
+    }
+  }
+  gates = new_gates;
+  optimizer_free = lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)];
+  double over = start;
+  for (size_t lane = 0; lane < lane_free.size(); ++lane) {
+    if (lane != static_cast<size_t>(PlanLaneKind::kOptimizer)) over = std::max(over, lane_free[lane]);
+  }
+  return over;
+}
+
+}  // namespace
+
+double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op,
+                  const HardwareProfile& profile) {
+  const double launch = profile.launch_seconds;
+  const auto seconds = [&](size_t bytes, double rate) { return launch + static_cast<double>(bytes) / rate; };
+  switch (op.kind) {
+    case OpKind::kUploadBatch:
+    case OpKind::kUploadParam:
+    case OpKind::kUploadInput:
+    case OpKind::kUnparkGrad:
+      return seconds(largest_use(plan, op, Tier::kDevice), profile.upload_bytes_per_s);
+    case OpKind::kOffloadInput:
+    case OpKind::kParkGrad:
+    case OpKind::kOffloadGrad:
+    case OpKind::kOffloadLoss:
+    case OpKind::kOffloadScalars:
+      return seconds(largest_use(plan, op, Tier::kHost), profile.offload_bytes_per_s);
+    case OpKind::kForward:
+      return launch + input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
+    case OpKind::kBackward: {
+      // Two matmuls per forward one, and the recomputed forward; the head and the embedding do not
+      // recompute beyond the logits, which their forward is.
+      return launch + 3 * input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
+    }
+    case OpKind::kZeroGrad:
+      return seconds(input.grad_bytes(op.param), profile.device_bytes_per_s);
+    case OpKind::kRoundGrad:
+      return seconds(input.grad_bytes(op.param) + 2 * input.rounded_grad_bytes(op.param),
+                     profile.device_bytes_per_s);
+    case OpKind::kFinishNorm:
+      return launch;
+    case OpKind::kDeviceAdam:
+      return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
+                     profile.device_bytes_per_s);
+    case OpKind::kHostAdam:
+      return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
+                     profile.host_bytes_per_s);
+  }
+  return 0;
+}
+
+Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile) {
+  std::vector<double> gates(input.layout.flat_params.size(), 0);
+  double optimizer_free = 0;
+  Simulation warm_up;
+  double start = walk(input, plan, profile, 0, gates, optimizer_free, warm_up);
+  Simulation result;
+  const double over = walk(input, plan, profile, start, gates, optimizer_free, result);
+  result.step_seconds = over - start;
+  return result;
+}
+
+}  // namespace orlop

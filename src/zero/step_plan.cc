@@ -1,0 +1,148 @@
+#include "zero/step_plan.h"
+
+#include <fmt/format.h>
+
+#include "base/bytes.h"
+#include "base/check.h"
+
+namespace orlop {
+
+size_t PlanInput::activation_bytes() const {
+  return static_cast<size_t>(shape.rows * hidden) * dtype_bytes(compute_dtype);
+}
+
+// tokens, labels, positions, cu_seqlens and twice (sorted rows, run begins, run indices).
+size_t PlanInput::batch_bytes() const {
+  return static_cast<size_t>(10 * (shape.rows + 2)) * sizeof(int32_t) + 10 * kDeviceAlignment;
+}
+
+size_t PlanInput::param_bytes(int param) const {
+  return static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel) *
+         dtype_bytes(compute_dtype);
+}
+
+size_t PlanInput::grad_bytes(int param) const {
+  return static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel) * sizeof(float);
+}
+
+size_t PlanInput::rounded_grad_bytes(int param) const { return param_bytes(param); }
+
+size_t PlanInput::state_bytes(int param) const {
+  const size_t numel = static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel);
+  const size_t master = compute_dtype == DType::kF16 ? 6 : 4;  // fp16: fp32 master and fp16 copy
+  return numel * (master + 2 * dtype_bytes(moment_dtype));
+}
+
+const char* op_name(OpKind kind) {
+  switch (kind) {
+    case OpKind::kUploadBatch:
+      return "upload_batch";
+    case OpKind::kUploadParam:
+      return "upload_param";
+    case OpKind::kForward:
+      return "forward";
+    case OpKind::kBackward:
+      return "backward";
+    case OpKind::kOffloadInput:
+      return "offload_input";
+    case OpKind::kUploadInput:
+      return "upload_input";
+    case OpKind::kZeroGrad:
+      return "zero_grad";
+    case OpKind::kParkGrad:
+      return "park_grad";
+    case OpKind::kUnparkGrad:
+      return "unpark_grad";
+    case OpKind::kRoundGrad:
+      return "round_grad";
+    case OpKind::kOffloadGrad:
+      return "offload_grad";
+    case OpKind::kOffloadLoss:
+      return "offload_loss";
+    case OpKind::kFinishNorm:
+      return "finish_norm";
+    case OpKind::kOffloadScalars:
+      return "offload_scalars";
+    case OpKind::kDeviceAdam:
+      return "device_adam";
+    case OpKind::kHostAdam:
+      return "host_adam";
+  }
+  return "?";
+}
+
+namespace {
+
+const char* lane_name(PlanLaneKind lane) {
+  switch (lane) {
+    case PlanLaneKind::kCompute:
+      return "compute";
+    case PlanLaneKind::kUpload:
+      return "upload";
+    case PlanLaneKind::kOffload:
+      return "offload";
+    case PlanLaneKind::kOptimizer:
+      return "optimizer";
+  }
+  return "?";
+}
+
+const char* buffer_name(BufferKind kind) {
+  switch (kind) {
+    case BufferKind::kParam:
+      return "param";
+    case BufferKind::kGrad:
+      return "grad";
+    case BufferKind::kRoundedGrad:
+      return "rounded_grad";
+    case BufferKind::kNormScratch:
+      return "norm_scratch";
+    case BufferKind::kInput:
+      return "input";
+    case BufferKind::kActivationGrad:
+      return "activation_grad";
+    case BufferKind::kWorkspace:
+      return "workspace";
+    case BufferKind::kBatch:
+      return "batch";
+    case BufferKind::kLoss:
+      return "loss";
+    case BufferKind::kState:
+      return "state";
+    case BufferKind::kRope:
+      return "rope";
+    case BufferKind::kNormSums:
+      return "norm_sums";
+    case BufferKind::kScalars:
+      return "scalars";
+  }
+  return "?";
+}
+
+}  // namespace
+
+std::string StepPlan::to_text(const PlanInput& input) const {
+  std::string text = fmt::format("device {} B, host {} B, {} operations\n", device_bytes, host_bytes,
+                                 ops.size());
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const PlanOp& op = ops[i];
+    text += fmt::format("{:4} {:9} {}", i, lane_name(op.lane), op_name(op.kind));
+    if (op.block >= 0) {
+      text += fmt::format(" {}", input.layout.blocks[static_cast<size_t>(op.block)].name);
+    }
+    if (op.param >= 0) {
+      text += fmt::format(" {}", input.layout.flat_params[static_cast<size_t>(op.param)].name);
+    }
+    if (op.micro_batch >= 0) text += fmt::format(" mb{}", op.micro_batch);
+    for (const BufferUse& use : op.uses) {
+      const PlanBuffer& b = buffer(use);
+      text += fmt::format(" {}{}:{}@{}+{}", use.write ? "w:" : "r:", b.tier == Tier::kHost ? "host" : "dev",
+                          buffer_name(b.kind), b.offset, b.bytes);
+    }
+    for (const int wait : op.waits) text += fmt::format(" <{}", wait);
+    text += '\n';
+  }
+  return text;
+}
+
+}  // namespace orlop

@@ -1,0 +1,76 @@
+#include "zero/param_states.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <random>
+
+namespace orlop {
+namespace {
+
+std::vector<float> random_floats(size_t count) {
+  std::mt19937 random(7);
+  std::vector<float> values(count);
+  for (float& value : values) {
+    do {
+      value = std::bit_cast<float>(static_cast<uint32_t>(random()));
+    } while (!(value == value) || value - value != 0.0f);
+  }
+  return values;
+}
+
+TEST(ParamStates, MasterSurvivesExactlyInEveryComputeDtype) {
+  const std::vector<float> values = random_floats(4096);
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    const StatePlanes planes = state_planes(4096, dtype, DType::kF32);
+    EXPECT_EQ(planes.bytes, 4096u * (dtype == DType::kF16 ? 14 : 12));
+    std::vector<std::byte> states(planes.bytes);
+    write_plane(planes, states.data(), Plane::kMaster, 0, values);
+    write_plane(planes, states.data(), Plane::kExpAvg, 0, values);
+    std::vector<float> back(4096);
+    read_plane(planes, states.data(), Plane::kMaster, 0, back);
+    for (size_t i = 0; i < back.size(); ++i) {
+      ASSERT_EQ(std::bit_cast<uint32_t>(back[i]), std::bit_cast<uint32_t>(values[i]))
+          << dtype_name(dtype) << " element " << i;
+    }
+    read_plane(planes, states.data(), Plane::kExpAvg, 0, back);
+    EXPECT_EQ(back, values);
+  }
+}
+
+TEST(ParamStates, ComputeCopyOfBf16RoundsHalfUp) {
+  const StatePlanes planes = state_planes(128, DType::kBF16, DType::kF32);
+  std::vector<std::byte> states(planes.bytes);
+  const float tie = std::bit_cast<float>(0x3f808000u);
+  write_plane(planes, states.data(), Plane::kMaster, 5, {&tie, 1});
+  uint16_t copy = 0;
+  read_compute_copy(planes, states.data(), 5, std::as_writable_bytes(std::span(&copy, 1)));
+  EXPECT_EQ(copy, 0x3f81);
+}
+
+TEST(ParamStates, DecayRunsCoverTheFlatParam) {
+  FlatParamLayout flat;
+  flat.numel = 512;
+  const auto add = [&](int64_t offset, int64_t numel, bool decay) {
+    Segment segment;
+    segment.offset = offset;
+    segment.numel = numel;
+    segment.decay = decay;
+    flat.segments.push_back(segment);
+  };
+  add(0, 100, true);
+  add(128, 128, true);
+  add(256, 64, false);
+  add(384, 64, false);
+  const std::vector<DecayRun> runs = decay_runs(flat);
+  ASSERT_EQ(runs.size(), 2u);
+  EXPECT_EQ(runs[0].begin, 0);
+  EXPECT_EQ(runs[0].numel, 256);
+  EXPECT_TRUE(runs[0].decay);
+  EXPECT_EQ(runs[1].begin, 256);
+  EXPECT_EQ(runs[1].numel, 256);
+  EXPECT_FALSE(runs[1].decay);
+}
+
+}  // namespace
+}  // namespace orlop

@@ -1,0 +1,113 @@
+#include "zero/placement_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "orlop/error.h"
+#include "tests/zero/plan_input.h"
+
+namespace orlop {
+namespace {
+
+using test::small_input;
+using testing::HasSubstr;
+
+constexpr size_t kPlenty = size_t{1} << 30;
+
+HardwareProfile profile() { return default_profile("test", false, 4); }
+
+size_t device_bytes(const PlanInput& input, const PlannedStep& planned) {
+  return make_report(input, planned, {kPlenty, kPlenty}, profile()).device_peak_bytes;
+}
+
+TEST(PlacementPlan, EverythingGoesOnTheDeviceWhenItFits) {
+  const PlanInput input = small_input(4, 2);
+  const PlannedStep planned = make_placement(input, {kPlenty, kPlenty}, {}, profile());
+  for (const ParamPlacement& home : planned.placement.params) {
+    EXPECT_TRUE(home.resident);
+    EXPECT_EQ(home.optimizer, Tier::kDevice);
+  }
+  EXPECT_EQ(planned.placement.wave, 2);
+  EXPECT_TRUE(planned.placement.activations_on_device);
+}
+
+TEST(PlacementPlan, NeverExceedsABudgetAndUsesMoreWhenGivenMore) {
+  const PlanInput input = small_input(8, 4);
+  const PlacementPlan lean = smallest_placement(input, {});
+  const size_t least = make_train_plan(input, lean).device_bytes;
+  const size_t most = device_bytes(input, make_placement(input, {kPlenty, kPlenty}, {}, profile()));
+  size_t before = 0;
+  for (int i = 0; i <= 10; ++i) {
+    const size_t budget = least + (most - least) * static_cast<size_t>(i) / 10;
+    const PlannedStep planned = make_placement(input, {budget, kPlenty}, {}, profile());
+    const size_t used = device_bytes(input, planned);
+    EXPECT_LE(used, budget);
+    EXPECT_GE(used + 65536, before);
+    before = used;
+  }
+}
+
+TEST(PlacementPlan, RefusalNamesNeedBudgetAndShortage) {
+  const PlanInput input = small_input(4, 1);
+  const size_t least = make_train_plan(input, smallest_placement(input, {})).device_bytes;
+  try {
+    make_placement(input, {least - 1, kPlenty}, {}, profile());
+    FAIL() << "a budget one byte too small was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
+    EXPECT_THAT(error.what(), HasSubstr(std::to_string(least)));
+    EXPECT_THAT(error.what(), HasSubstr("short by 1 B"));
+  }
+  EXPECT_NO_THROW(make_placement(input, {least, kPlenty}, {}, profile()));
+}
+
+TEST(PlacementPlan, WantedSettingsAreTakenAsTheyAre) {
+  const PlanInput input = small_input(4, 4);
+  PlacementConfig wanted;
+  wanted.prefetch_depth = 3;
+  wanted.resident_blocks = 2;
+  wanted.device_optimizer_blocks = 1;
+  wanted.activations_on_device = false;
+  wanted.wave = 2;
+  const PlacementPlan plan = make_placement(input, {kPlenty, kPlenty}, wanted, profile()).placement;
+  EXPECT_EQ(plan.prefetch_depth, 3);
+  EXPECT_EQ(plan.wave, 2);
+  EXPECT_FALSE(plan.activations_on_device);
+  EXPECT_EQ(plan.params[0].optimizer, Tier::kDevice);
+  EXPECT_EQ(plan.params[1].optimizer, Tier::kHost);
+  EXPECT_TRUE(plan.params[4].resident);  // the last layer
+  EXPECT_TRUE(plan.params[3].resident);
+  EXPECT_FALSE(plan.params[2].resident);
+}
+
+TEST(PlacementPlan, WantedSettingsOutOfRangeAreRefusedByName) {
+  const PlanInput input = small_input(2, 2);
+  PlacementConfig wanted;
+  wanted.prefetch_depth = 9;
+  try {
+    make_placement(input, {kPlenty, kPlenty}, wanted, profile());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("prefetch_depth is 9"));
+  }
+}
+
+TEST(PlanReport, HostBytesPerParameterAreFourteenWithClipping) {
+  const PlanInput input = small_input(8, 1);
+  PlacementConfig wanted;
+  wanted.device_optimizer_blocks = 0;
+  const PlannedStep planned = make_placement(input, {kPlenty, kPlenty}, wanted, profile());
+  const PlanReport report = make_report(input, planned, {kPlenty, kPlenty}, profile());
+  size_t states = 0;
+  for (const PlanLine& line : report.lines) {
+    if (line.tier != Tier::kHost) continue;
+    if (line.purpose == "masters and moments" || line.purpose == "gradients, waiting for the norm") {
+      states += line.bytes;
+    }
+  }
+  EXPECT_EQ(states, static_cast<size_t>(input.layout.numel()) * 14);
+}
+
+}  // namespace
+}  // namespace orlop

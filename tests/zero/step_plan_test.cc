@@ -1,0 +1,162 @@
+#include "zero/step_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "orlop/error.h"
+#include "zero/plan_check.h"
+#include "tests/zero/plan_input.h"
+#include "zero/plan_memory.h"
+
+namespace orlop {
+namespace {
+
+using test::small_input;
+
+PlacementPlan placement(const PlanInput& input, int prefetch, int wave) {
+  PlacementPlan plan;
+  plan.params.resize(input.layout.flat_params.size());
+  plan.prefetch_depth = prefetch;
+  plan.wave = wave;
+  return plan;
+}
+
+TEST(StepPlan, EveryPlacementProvesItself) {
+  const PlanInput input = small_input(4, 3);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  int plans = 0;
+  for (int prefetch = 0; prefetch <= 4; ++prefetch) {
+    for (int wave = 1; wave <= 3; ++wave) {
+      for (int resident = 0; resident <= params; ++resident) {
+        for (int on_device = 0; on_device <= params; on_device += 2) {
+          PlacementPlan plan = placement(input, prefetch, wave);
+          plan.activations_on_device = (resident + wave) % 2 == 0;
+          for (int i = 0; i < resident; ++i) plan.params[static_cast<size_t>(params - 1 - i)].resident = true;
+          for (int i = 0; i < on_device; ++i) {
+            plan.params[static_cast<size_t>(i)] = {.resident = true, .optimizer = Tier::kDevice};
+          }
+          ASSERT_NO_THROW(plan_check(input, plan, make_train_plan(input, plan), true))
+              << "prefetch " << prefetch << " wave " << wave << " resident " << resident << " shards "
+              << on_device;
+          ASSERT_NO_THROW(plan_check(input, plan, make_eval_plan(input, plan), false));
+          ++plans;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(plans, 5 * 3 * (params + 1) * ((params + 2) / 2));
+}
+
+TEST(StepPlan, LinkBytesDoNotGrowWithMicroBatches) {
+  const auto uploads = [](int micro_batches) {
+    const PlanInput input = small_input(4, micro_batches);
+    const StepPlan plan = make_train_plan(input, placement(input, 1, micro_batches));
+    int count = 0;
+    for (const PlanOp& op : plan.ops) count += op.kind == OpKind::kUploadParam ? 1 : 0;
+    return count;
+  };
+  EXPECT_EQ(uploads(1), uploads(8));
+}
+
+TEST(StepPlan, PrefetchIssuesTheUploadAheadOfTheBlock) {
+  const PlanInput input = small_input(4, 1);
+  const StepPlan plan = make_train_plan(input, placement(input, 2, 1));
+  int uploaded = 0;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kUploadParam) ++uploaded;
+    if (op.kind == OpKind::kForward && op.block == 0) {
+      EXPECT_EQ(uploaded, 3) << "blocks 0, 1 and 2 are on their way before block 0 runs";
+      break;
+    }
+  }
+}
+
+TEST(StepPlan, PersistentBuffersLieAtTheSamePlaceInEveryPlan) {
+  const PlanInput four = small_input(4, 4);
+  PlacementPlan plan = placement(four, 1, 2);
+  plan.params[1].resident = true;
+  plan.params[0] = {.resident = true, .optimizer = Tier::kDevice};
+  PlanInput two = four;
+  two.micro_batches = 2;
+  const StepPlan a = make_train_plan(four, plan);
+  const StepPlan b = make_train_plan(two, plan);
+  const StepPlan c = make_eval_plan(four, plan);
+  int persistent = 0;
+  for (size_t i = 0; i < a.buffers.size() && a.buffers[i].persistent; ++i) {
+    for (const StepPlan* other : {&b, &c}) {
+      EXPECT_EQ(a.buffers[i].offset, other->buffers[i].offset);
+      EXPECT_EQ(a.buffers[i].bytes, other->buffers[i].bytes);
+    }
+    ++persistent;
+  }
+  EXPECT_GT(persistent, 10);
+}
+
+TEST(StepPlan, LessPrefetchAndFewerResidentsNeedLessMemory) {
+  const PlanInput input = small_input(8, 2);
+  const size_t lean = make_train_plan(input, placement(input, 0, 1)).device_bytes;
+  const size_t prefetching = make_train_plan(input, placement(input, 2, 1)).device_bytes;
+  PlacementPlan resident = placement(input, 0, 1);
+  for (ParamPlacement& param : resident.params) param.resident = true;
+  EXPECT_LE(lean, prefetching);
+  EXPECT_LT(prefetching, make_train_plan(input, resident).device_bytes);
+}
+
+TEST(PlanCheck, FindsAMissingWait) {
+  const PlanInput input = small_input(4, 2);
+  const PlacementPlan home = placement(input, 1, 2);
+  const StepPlan plan = make_train_plan(input, home);
+  int planted = 0;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    if (plan.ops[i].waits.empty()) continue;
+    StepPlan broken = plan;
+    broken.ops[i].waits.clear();
+    try {
+      plan_check(input, home, broken, true);
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("not ordered"), std::string::npos) << error.what();
+      ++planted;
+    }
+  }
+  // A wait may be implied by others; most are not.
+  EXPECT_GT(planted, 20);
+}
+
+TEST(PlanCheck, FindsSharedBytesAndMissingWork) {
+  const PlanInput input = small_input(2, 1);
+  const PlacementPlan home = placement(input, 1, 1);
+  StepPlan shared = make_train_plan(input, home);
+  for (PlanBuffer& buffer : shared.buffers) {
+    if (buffer.kind == BufferKind::kGrad) buffer.offset = 0;
+  }
+  EXPECT_THROW(plan_check(input, home, shared, true), Error);
+  StepPlan forgetful = make_train_plan(input, home);
+  for (size_t i = 0; i < forgetful.ops.size(); ++i) {
+    if (forgetful.ops[i].kind == OpKind::kHostAdam) {
+      forgetful.ops.resize(i);
+      break;
+    }
+  }
+  EXPECT_THROW(plan_check(input, home, forgetful, true), Error);
+}
+
+// A change of schedule is a reviewed change of this text; ORLOP_UPDATE_GOLDEN=1 writes it anew.
+TEST(StepPlan, PrintedPlanIsTheReviewedOne) {
+  const PlanInput input = small_input(2, 2);
+  PlacementPlan home = placement(input, 1, 1);
+  home.params[1].resident = true;
+  const std::string text = make_train_plan(input, home).to_text(input);
+  const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/step_plan_2_layers_2_waves.txt";
+  if (std::getenv("ORLOP_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << text;
+  std::ifstream in(path);
+  ASSERT_TRUE(in) << path;
+  std::stringstream golden;
+  golden << in.rdbuf();
+  EXPECT_EQ(text, golden.str());
+}
+
+}  // namespace
+}  // namespace orlop
