@@ -4,7 +4,7 @@
 //   bench_step --shape l3|l7|smollm2|DIR [--tokens 16384] [--sequence 2048] [--micro-batch 8] [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
-//              [--only step|compute] [--trace FILE]
+//              [--threads N] [--only step|compute] [--trace FILE]
 //
 // Counted FLOPs: 2 per multiply-add of matmuls and attention, forward once and backward twice; recomputation
 // is not counted (MFU counts the same over the datasheet peak).
@@ -82,6 +82,7 @@ EngineConfig make_config(const Options& options) {
   config.batch.micro_batch_size = options.number("micro-batch", 8);
   const int64_t micro_tokens = config.batch.sequence_length * config.batch.micro_batch_size;
   config.batch.accumulation_steps = std::max<int64_t>(1, options.number("tokens", 16384) / micro_tokens);
+  config.threads = static_cast<int>(options.number("threads", 0));
   config.from_scratch = true;
   config.schedule.kind = ScheduleKind::kConstant;
   config.optimizer.learning_rate = 1e-5;
@@ -142,7 +143,7 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   std::vector<double> forward;
   for (int i = 0; i < steps + 2; ++i) {
     const double seconds =
-        seconds_of([&] { session.executor().walk(session.train_plan(batches.size()), input); });
+        seconds_of([&] { session.executor().walk(session.train_plan(), input); });
     if (i >= 2) step.push_back(seconds);
   }
   for (int i = 0; i < steps + 1; ++i) {

@@ -1,1 +1,3 @@
-# bench_nvme
+orlop_bench(bench_nvme
+  SOURCES bench_nvme.cc
+  DEPENDS orlop_nvme nlohmann_json::nlohmann_json)

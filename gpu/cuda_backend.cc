@@ -65,6 +65,13 @@ const char* queue_name(QueueKind kind) {
 
 }  // namespace
 
+int cuda_device_count() noexcept {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  static_cast<void>(cudaGetLastError());
+  return 0;
+}
+
 CudaBackend::CudaBackend(const CudaBackendOptions& options)
     : device_(checked_device(options.device_index)) {
   cudaDeviceProp properties{};

@@ -1,7 +1,5 @@
 #include "gpu/cuda_backend_api.h"
 
-#include <cuda_runtime_api.h>
-
 #include "gpu/cuda_backend.h"
 #include "orlop/export.h"
 
@@ -11,10 +9,5 @@ ORLOP_EXPORT orlop::Backend* orlop_make_cuda_backend(const orlop::CudaBackendOpt
   return new orlop::CudaBackend(*options);
 }
 
-ORLOP_EXPORT int32_t orlop_cuda_device_count() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  static_cast<void>(cudaGetLastError());
-  return 0;
-}
+ORLOP_EXPORT int32_t orlop_cuda_device_count() { return orlop::cuda_device_count(); }
 }

@@ -73,10 +73,11 @@ void compare_with_file(const FileOperation& operation) {
     nvme::read_fully(fd.get(), piece.data(), bytes, operation.offset + done, operation.path);
     const auto [found, expected] = std::mismatch(
         piece.begin(), piece.begin() + static_cast<ptrdiff_t>(bytes), operation.buffer + done);
-    check(expected == operation.buffer + done + bytes, ErrorCode::kIo,
-          "{} of {}: byte {} of the file is {:#04x}, the buffer has {:#04x}", operation.describe(),
-          operation.path, operation.offset + done + static_cast<size_t>(found - piece.begin()),
-          std::to_integer<int>(*found), std::to_integer<int>(*expected));
+    if (expected == operation.buffer + done + bytes) continue;
+    fail(ErrorCode::kIo, "{} of {}: byte {} of the file is {:#04x}, the buffer has {:#04x}",
+         operation.describe(), operation.path,
+         operation.offset + done + static_cast<size_t>(found - piece.begin()),
+         std::to_integer<int>(*found), std::to_integer<int>(*expected));
   }
 }
 
@@ -145,6 +146,9 @@ class AsyncFile::Impl {
   size_t wait() {
     std::vector<OperationPtr> operations;
     operations.swap(pending_);
+    for (const OperationPtr& operation : operations) {
+      static_cast<void>(operation->ended.wait_error());
+    }
     std::exception_ptr first_error;
     for (const OperationPtr& operation : operations) {
       std::exception_ptr error = operation->ended.wait_error();

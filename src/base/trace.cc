@@ -44,23 +44,23 @@ void Tracer::add(int lane, std::string_view name, Clock::time_point begin, Clock
 void Tracer::write(const std::string& path) const {
   std::lock_guard lock(mutex_);
   std::ofstream out(path);
-  out << "{\"traceEvents\":[\n";
+  out << "{\"traceEvents\":[";
+  const char* separator = "\n";
   for (size_t i = 0; i < lanes_.size(); ++i) {
-    out << fmt::format(
-        R"({{"ph":"M","pid":1,"tid":{},"name":"thread_name","args":{{"name":"{}"}}}},)", i,
-        json_escaped(lanes_[i]))
-        << '\n';
+    out << separator
+        << fmt::format(
+               R"({{"ph":"M","pid":1,"tid":{},"name":"thread_name","args":{{"name":"{}"}}}})", i,
+               json_escaped(lanes_[i]));
+    separator = ",\n";
   }
-  for (size_t i = 0; i < spans_.size(); ++i) {
-    const Span& span = spans_[i];
-    out << fmt::format(R"({{"ph":"X","pid":1,"tid":{},"name":"{}","ts":{:.3f},"dur":{:.3f}}}{})",
-                       span.lane, json_escaped(span.name),
-                       static_cast<double>(span.begin_ns) / 1e3,
-                       static_cast<double>(span.duration_ns) / 1e3,
-                       i + 1 < spans_.size() ? "," : "")
-        << '\n';
+  for (const Span& span : spans_) {
+    out << separator
+        << fmt::format(R"({{"ph":"X","pid":1,"tid":{},"name":"{}","ts":{:.3f},"dur":{:.3f}}})",
+                       span.lane, json_escaped(span.name), static_cast<double>(span.begin_ns) / 1e3,
+                       static_cast<double>(span.duration_ns) / 1e3);
+    separator = ",\n";
   }
-  out << "]}\n";
+  out << "\n]}\n";
   out.flush();
   check(out.good(), ErrorCode::kIo, "trace: cannot write '{}': {}", path, errno_text(errno));
 }

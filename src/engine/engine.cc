@@ -175,7 +175,6 @@ class Engine::Impl {
 
   StepResult run_step(std::span<const MicroBatch> batches) {
     const auto begin = std::chrono::steady_clock::now();
-    const StepPlan& plan = session_.train_plan(batches.size());
     AdamHyper hyper;
     hyper.lr = schedule_(applied_steps_);
     hyper.beta1 = config_.optimizer.beta1;
@@ -187,13 +186,14 @@ class Engine::Impl {
     hyper.seed = config_.seed;
     const float loss_scale = scaler_.scale();
     const WalkResult walk =
-        session_.executor().walk(plan, {.batches = batches,
-                               .loss_scale = loss_scale,
-                               .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
-                               .version = version_,
-                               .hyper = hyper});
+        session_.executor().walk(session_.train_plan(),
+                                 {.batches = batches,
+                                  .loss_scale = loss_scale,
+                                  .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
+                                  .version = version_,
+                                  .hyper = hyper});
     ++version_;
-    optimizer_.submit({&session_.executor().scalars_event(), session_.executor().host_scalars(), hyper, version_, hyper.step});
+    optimizer_.submit({walk.scalars, hyper, version_, hyper.step});
     if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
       const auto wait_begin = std::chrono::steady_clock::now();
       optimizer_.wait_idle();

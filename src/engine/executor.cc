@@ -48,8 +48,7 @@ Executor::Executor(Backend& backend, const PlanInput& input,
       memory_(std::move(memory)),
       sequence_length_(sequence_length),
       vocab_size_(vocab_size),
-      max_positions_(max_positions),
-      scalars_event_(backend.make_event()) {
+      max_positions_(max_positions) {
   for (auto& end : ends_) end = backend.make_event();
 }
 
@@ -98,10 +97,6 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   return *slot;
 }
 
-const StepScalars* Executor::host_scalars() const {
-  return reinterpret_cast<const StepScalars*>(memory_.scalars);
-}
-
 // Arena bytes change hands between steps as the next plan says; nothing of this step may start while a
 // queue still works on the step before.
 void Executor::order_after_previous_walk() {
@@ -115,8 +110,9 @@ void Executor::order_after_previous_walk() {
 
 WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
   PlanState& state = prepare(plan);
-  check(input.batches.size() == state.staging.size(), ErrorCode::kUsage,
-        "step: {} micro-batches given, the plan is made for {}", input.batches.size(), state.staging.size());
+  check(!input.batches.empty() && input.batches.size() <= state.staging.size(), ErrorCode::kUsage,
+        "step: {} micro-batches given; accumulation_steps allows 1 to {}", input.batches.size(),
+        state.staging.size());
   Walk walk{plan, state, input, {}, 0};
   for (size_t mb = 0; mb < input.batches.size(); ++mb) {
     state.staging[mb].fill(input.batches[mb], state.host_batches[mb], static_cast<int>(mb));
@@ -135,21 +131,25 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
 
   WalkResult result;
   result.labelled_tokens = walk.labelled_tokens;
-  for (const float* losses : state.host_losses) {
+  for (size_t mb = 0; mb < input.batches.size(); ++mb) {
+    const float* losses = state.host_losses[mb];
     for (int64_t row = 0; row < input_.shape.rows; ++row) result.loss_sum += losses[row];
   }
-  result.scalars = *host_scalars();
+  result.scalars = *reinterpret_cast<const StepScalars*>(memory_.scalars);
   return result;
 }
 
+// The order of the queues is the plan's also where a micro-batch is missing.
 void Executor::issue(Walk& walk, size_t index) {
   const PlanOp& op = walk.plan.ops[index];
   if (op.lane == PlanLaneKind::kOptimizer) return;
   Queue& queue = queue_of(op.lane);
-  for (const int wait : op.waits) {
-    const std::unique_ptr<Event>& event = walk.state.events[static_cast<size_t>(wait)];
-    queue.wait(*event);
-  }
+  for (const int wait : op.waits) queue.wait(*walk.state.events[static_cast<size_t>(wait)]);
+  if (op.micro_batch < static_cast<int>(walk.batches.size())) issue_work(walk, op, queue);
+  if (op.signals) queue.record(*walk.state.events[index]);
+}
+
+void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
   switch (op.kind) {
     case OpKind::kUploadBatch:
       copy(walk.plan, op, queue);
@@ -186,7 +186,6 @@ void Executor::issue(Walk& walk, size_t index) {
       break;
     case OpKind::kOffloadScalars:
       queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
-      queue.record(*scalars_event_);
       break;
     case OpKind::kDeviceAdam:
       issue_device_adam(walk, op, queue);
@@ -194,7 +193,6 @@ void Executor::issue(Walk& walk, size_t index) {
     case OpKind::kHostAdam:
       break;
   }
-  if (op.signals) queue.record(*walk.state.events[index]);
 }
 
 // A copy between the tiers: the operation's one host buffer and its one device buffer. A FlatParam's
@@ -297,9 +295,12 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   for (const DecayRun& run : decay_runs(input_.layout.flat_params[static_cast<size_t>(op.param)])) {
     const size_t begin = static_cast<size_t>(run.begin);
     DeviceAdamArgs args;
-    args.param = base + begin * dtype_bytes(input_.compute_dtype);
-    args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
-    args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    if (input_.compute_dtype != DType::kF32) args.param = base + begin * dtype_bytes(input_.compute_dtype);
+    if (input_.compute_dtype == DType::kBF16) {
+      args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+    } else {
+      args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+    }
     args.exp_avg = base + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
     args.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
     args.grad = grad + begin * dtype_bytes(input_.compute_dtype);

@@ -49,13 +49,10 @@ class Executor {
            ExecutorMemory memory, int64_t sequence_length, int64_t vocab_size, int64_t max_positions);
   ~Executor();
 
-  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are not issued
-  // here: `scalars_event` of the plan is what the optimizer queue waits for.
+  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to the
+  // caller: their gradients and `scalars` are in host memory when this returns. Fewer micro-batches than
+  // the plan has leave out the operations of the last ones.
   WalkResult walk(const StepPlan& plan, const WalkInput& input);
-
-  // Recorded behind the offload of the gradients and of the scalars.
-  Event& scalars_event() { return *scalars_event_; }
-  const StepScalars* host_scalars() const;
 
   uint64_t uploaded_bytes() const { return uploaded_bytes_; }
   uint64_t offloaded_bytes() const { return offloaded_bytes_; }
@@ -66,6 +63,7 @@ class Executor {
 
   PlanState& prepare(const StepPlan& plan);
   void issue(Walk& walk, size_t index);
+  void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_finish_norm(Walk& walk, Queue& queue);
@@ -87,7 +85,6 @@ class Executor {
   int64_t vocab_size_;
   int64_t max_positions_;
   std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
-  std::unique_ptr<Event> scalars_event_;
   std::array<std::unique_ptr<Event>, 3> ends_;
   uint64_t uploaded_bytes_ = 0;
   uint64_t offloaded_bytes_ = 0;

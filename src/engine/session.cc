@@ -183,22 +183,4 @@ HostUpdate Session::host_update(int param, const std::byte* grad, uint64_t seed)
   return update;
 }
 
-const StepPlan& Session::train_plan(size_t micro_batches) {
-  const PlanInput& input = planning_.input;
-  if (static_cast<int>(micro_batches) == input.micro_batches) return planning_.planned.train;
-  check(micro_batches >= 1 && static_cast<int>(micro_batches) < input.micro_batches, ErrorCode::kUsage,
-        "step: {} micro-batches given, accumulation_steps is {}", micro_batches, input.micro_batches);
-  std::unique_ptr<StepPlan>& plan = shorter_plans_[static_cast<int>(micro_batches)];
-  if (!plan) {
-    PlanInput shorter = input;
-    shorter.micro_batches = static_cast<int>(micro_batches);
-    PlacementPlan placement = planning_.planned.placement;
-    placement.wave = std::min(placement.wave, shorter.micro_batches);
-    plan = std::make_unique<StepPlan>(make_train_plan(shorter, placement));
-    ORLOP_INVARIANT(plan->device_bytes <= planning_.planned.train.device_bytes &&
-                    plan->host_bytes <= host_arena_.capacity_bytes());
-  }
-  return *plan;
-}
-
 }  // namespace orlop

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,10 +42,8 @@ class Session {
   const Planning& planning() const { return planning_; }
   const PlanInput& input() const { return planning_.input; }
   const ModelLayout& layout() const { return planning_.input.layout; }
+  const StepPlan& train_plan() const { return planning_.planned.train; }
   const StepPlan& eval_plan() const { return planning_.planned.eval; }
-  // The training step over this many micro-batches: a last step may have fewer than the configuration
-  // says; the placement is the same.
-  const StepPlan& train_plan(size_t micro_batches);
 
   Backend& backend() { return *planning_.device.backend; }
   Executor& executor() { return *executor_; }
@@ -68,7 +65,6 @@ class Session {
   std::vector<Gate> gates_;
   std::unique_ptr<StateStore> states_;
   std::unique_ptr<Executor> executor_;
-  std::map<int, std::unique_ptr<StepPlan>> shorter_plans_;
 };
 
 }  // namespace orlop

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -130,6 +129,17 @@ void rename_durably(const fs::path& from, const fs::path& to) {
          errno_text(errno));
   }
   sync_folder(to.parent_path());
+}
+
+std::vector<fs::path> list_folder(const fs::path& folder) {
+  std::vector<fs::path> paths;
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    paths.push_back(it->path());
+  }
+  check(!error, ErrorCode::kIo, "cannot list '{}': {}", folder.string(), error.message());
+  std::sort(paths.begin(), paths.end());
+  return paths;
 }
 
 std::string read_text_file(const fs::path& path, size_t max_bytes) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/unique_fd.h"
 #include "formats/xxh3_stream.h"
@@ -42,6 +43,9 @@ void sync_folder(const std::filesystem::path& folder);
 
 // rename(2), then sync_folder() of the target's folder.
 void rename_durably(const std::filesystem::path& from, const std::filesystem::path& to);
+
+// Paths of what is in the folder, sorted.
+std::vector<std::filesystem::path> list_folder(const std::filesystem::path& folder);
 
 // The whole file; one of more than `max_bytes` is an Error(kInvalidData).
 std::string read_text_file(const std::filesystem::path& path, size_t max_bytes);

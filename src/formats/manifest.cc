@@ -44,18 +44,19 @@ std::optional<int64_t> step_of(const std::string& name, std::string_view suffix 
   return step;
 }
 
-// Calls `action(name)` for every folder in `root`; std::filesystem's errors become ours.
-template <typename Action>
-void for_each_folder(const fs::path& root, Action&& action) {
+bool is_folder(const fs::path& path) {
   std::error_code error;
-  if (!fs::exists(root, error)) return;
+  return fs::is_directory(path, error);
+}
+
+// Names of the folders in `root`; none when it does not exist.
+std::vector<std::string> folder_names(const fs::path& root) {
   std::vector<std::string> names;
-  for (fs::directory_iterator it(root, error), end; !error && it != end; it.increment(error)) {
-    std::error_code ignored;
-    if (it->is_directory(ignored)) names.push_back(it->path().filename().string());
+  if (!is_folder(root)) return names;
+  for (const fs::path& path : list_folder(root)) {
+    if (is_folder(path)) names.push_back(path.filename().string());
   }
-  check(!error, ErrorCode::kIo, "cannot list '{}': {}", root.string(), error.message());
-  for (const std::string& name : names) action(name);
+  return names;
 }
 
 void remove_tree(const fs::path& folder) {
@@ -102,11 +103,22 @@ std::string manifest_text(const Manifest& manifest) {
   return root.dump(1) + "\n";
 }
 
-// Every file below `folder` is one of the manifest's, with its size; all are synced, and so are the
-// folders that hold them.
+// Every file below `folder` must be in `listed`. Syncs the folders, the inner ones first.
+void sync_folders(const fs::path& folder, const std::set<fs::path>& listed) {
+  for (const fs::path& path : list_folder(folder)) {
+    if (is_folder(path)) {
+      sync_folders(path, listed);
+    } else {
+      check(listed.contains(path), ErrorCode::kInternal,
+            "'{}' is not in the manifest to be written", path.string());
+    }
+  }
+  sync_folder(folder);
+}
+
+// Brings the manifest's files, and the names of all folders, to stable storage.
 void sync_files(const fs::path& folder, const Manifest& manifest) {
-  std::set<fs::path> folders;
-  std::set<std::string> listed;
+  std::set<fs::path> listed;
   for (const ManifestFile& entry : manifest.files) {
     const fs::path path = folder / entry.path;
     const UniqueFd fd = open_for_reading(path);
@@ -115,15 +127,9 @@ void sync_files(const fs::path& folder, const Manifest& manifest) {
           "'{}' has {} bytes, the manifest to be written says {}", path.string(), bytes,
           entry.bytes);
     sync_file(fd, path);
-    folders.insert(path.parent_path());
-    listed.insert(path.string());
+    listed.insert(path);
   }
-  for (const fs::directory_entry& found : fs::recursive_directory_iterator(folder)) {
-    check(found.is_directory() || listed.contains(found.path().string()), ErrorCode::kInternal,
-          "'{}' is not in the manifest to be written", found.path().string());
-    if (found.is_directory()) folders.insert(found.path());
-  }
-  for (const fs::path& each : folders) sync_folder(each);
+  sync_folders(folder, listed);
 }
 
 // Gives `made` the name `target`, where another checkpoint of that step may stand.
@@ -220,9 +226,9 @@ Manifest read_checkpoint(const fs::path& folder, VerifyHashes verify) {
 
 std::vector<CheckpointEntry> list_checkpoints(const fs::path& root) {
   std::vector<CheckpointEntry> entries;
-  for_each_folder(root, [&](const std::string& name) {
+  for (const std::string& name : folder_names(root)) {
     const auto step = step_of(name);
-    if (!step) return;
+    if (!step) continue;
     try {
       const Manifest manifest = read_checkpoint(root / name, VerifyHashes::kNo);
       check(manifest.step == *step, ErrorCode::kInvalidData, "'{}' holds the manifest of step {}",
@@ -231,7 +237,7 @@ std::vector<CheckpointEntry> list_checkpoints(const fs::path& root) {
     } catch (const Error& error) {
       log_warning("checkpoint passed over: {}", error.what());
     }
-  });
+  }
   std::sort(entries.begin(), entries.end(),
             [](const CheckpointEntry& a, const CheckpointEntry& b) { return a.step > b.step; });
   return entries;
@@ -250,7 +256,7 @@ void prune_checkpoints(const fs::path& root, size_t keep) {
 }
 
 void remove_leftovers(const fs::path& root) {
-  for_each_folder(root, [&](const std::string& name) {
+  for (const std::string& name : folder_names(root)) {
     if (const auto step = step_of(name, kReplaced)) {
       const fs::path target = step_folder(root, *step);
       std::error_code error;
@@ -261,7 +267,7 @@ void remove_leftovers(const fs::path& root) {
       }
     }
     if (step_of(name, kUnfinished)) remove_tree(root / name);
-  });
+  }
 }
 
 }  // namespace orlop

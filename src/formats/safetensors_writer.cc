@@ -222,9 +222,13 @@ void ShardedSafetensorsWriter::remove_stale(const std::vector<WrittenFile>& file
   std::set<std::string> fresh;
   for (const WrittenFile& file : files) fresh.insert(file.path.filename().string());
   if (files.size() > 1) fresh.insert(kSafetensorsIndexName);
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder_)) {
-    const std::string name = entry.path().filename().string();
-    if (std::regex_match(name, weight_file) && !fresh.contains(name)) fs::remove(entry.path());
+  for (const fs::path& path : list_folder(folder_)) {
+    const std::string name = path.filename().string();
+    if (!std::regex_match(name, weight_file) || fresh.contains(name)) continue;
+    std::error_code error;
+    fs::remove(path, error);
+    check(!error, ErrorCode::kIo, "cannot remove '{}' of an earlier export: {}", path.string(),
+          error.message());
   }
   sync_folder(folder_);
 }

@@ -74,9 +74,7 @@ void OptimizerQueue::run() {
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
-  job.scalars_ready->synchronize();
-  const StepScalars scalars = *job.scalars;
-  if (scalars.skip != 0) {
+  if (job.scalars.skip != 0) {
     open_all_gates(job.version);
     return;
   }
@@ -88,7 +86,7 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
       AdamHyper hyper = job.hyper;
       if (!part.decay) hyper.weight_decay = 0;
       hyper.seed = part.seed;
-      adam_step(part.shard, hyper, scalars.grad_scale, threads_);
+      adam_step(part.shard, hyper, job.scalars.grad_scale, threads_);
     }
     open_gate(update.gate, job.version);
     const auto end = Tracer::Clock::now();

@@ -32,8 +32,7 @@ struct HostUpdate {
 
 // One step's update, over all host-resident FlatParams in the order of their next use.
 struct UpdateJob {
-  Event* scalars_ready = nullptr;        // `scalars` and every gradient are in host memory
-  const StepScalars* scalars = nullptr;
+  StepScalars scalars;                   // every gradient is in host memory when they are
   AdamHyper hyper;                       // weight_decay applies to parts that decay
   uint32_t version = 0;                  // what the gates become
   int64_t engine_step = 0;               // for error messages

@@ -63,8 +63,9 @@ enum class OpKind : uint8_t {
   kOffloadInput,    // block, micro_batch: block input to pinned memory
   kUploadInput,     // block, micro_batch: and back
   kZeroGrad,        // param: fp32 gradient
-  kParkGrad,        // param: fp32 gradient to pinned memory, between waves
-  kUnparkGrad,      // param: and back
+  kParkGrad,        // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
+                    // backward pass hands to the embedding
+  kUnparkGrad,      // and back
   kRoundGrad,       // param: to the optimizer's dtype, with its share of the norm
   kOffloadGrad,     // param: rounded gradient to pinned memory
   kOffloadLoss,     // micro_batch: loss of every row
@@ -121,7 +122,8 @@ struct PlanOp {
   bool signals = false;    // an operation of another lane waits for this one
 };
 
-// One step as data: operations in issue order, with their buffers and dependencies.
+// One step as data: operations in issue order, with their buffers and dependencies. A step with fewer
+// micro-batches is the same plan without the operations of those that are missing.
 struct StepPlan {
   std::vector<PlanOp> ops;
   std::vector<PlanBuffer> buffers;

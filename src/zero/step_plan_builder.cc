@@ -22,6 +22,8 @@ class Builder {
   Builder(const PlanInput& input, const PlacementPlan& placement, int micro_batches)
       : input_(input), placement_(placement), micro_batches_(micro_batches) {
     for (size_t i = 0; i < input.layout.flat_params.size(); ++i) params_.emplace_back();
+    activation_grads_.assign(static_cast<size_t>(micro_batches), -1);
+    parked_activation_grads_ = activation_grads_;
     add_persistent_buffers();
   }
 
@@ -29,7 +31,6 @@ class Builder {
     upload_batches();
     const int wave = placement_.wave;
     for (int first = 0; first < micro_batches_; first += wave) {
-      first_wave_ = first == 0;
       last_wave_ = first + wave >= micro_batches_;
       run_wave(first, std::min(micro_batches_, first + wave), true);
     }
@@ -173,14 +174,15 @@ class Builder {
     visits_.clear();
     for (int b = 0; b < blocks - 1; ++b) visits_.push_back({b, false});
     visits_.push_back({blocks - 1, backward});
-    for (int b = blocks - 2; backward && b >= 0; --b) visits_.push_back({b, true});
+    // The embedding's backward pass runs once, over the whole step: see embedding_backward_visit().
+    const int lowest = last_wave_ ? 0 : 1;
+    for (int b = blocks - 2; backward && b >= lowest; --b) visits_.push_back({b, true});
     for (ParamState& state : params_) {
       state.device_copy = -1;
       state.last_visit = -1;
     }
     inputs_.assign(static_cast<size_t>(blocks + 1), std::vector<int>(static_cast<size_t>(end - begin), -1));
     host_inputs_ = inputs_;
-    activation_grads_.assign(static_cast<size_t>(end - begin), -1);
     wave_begin_ = begin;
     wave_end_ = end;
     const int visits = static_cast<int>(visits_.size());
@@ -188,10 +190,13 @@ class Builder {
     for (int visit = 0; visit < visits; ++visit) {
       const int horizon = std::min(visits - 1, visit + placement_.prefetch_depth);
       for (; fetched <= horizon; ++fetched) fetch_params(fetched);
-      if (visits_[static_cast<size_t>(visit)].backward) {
-        backward_visit(visit);
-      } else {
+      const Visit& now = visits_[static_cast<size_t>(visit)];
+      if (!now.backward) {
         forward_visit(visit, backward);
+      } else if (block(now.block).kind == BlockKind::kEmbedding) {
+        embedding_backward_visit(now.block);
+      } else {
+        backward_visit(visit);
       }
       release_params(visit);
     }
@@ -262,18 +267,17 @@ class Builder {
   void backward_visit(int visit_index) {
     const int b = visits_[static_cast<size_t>(visit_index)].block;
     const bool is_head = block(b).kind == BlockKind::kHead;
-    const bool is_embedding = block(b).kind == BlockKind::kEmbedding;
     for (const int param : block(b).flat_params) open_grad(param);
     const int workspace =
         workspace_of(input_.backward_workspace_bytes[static_cast<size_t>(b)], b, true);
-    if (!is_head && !is_embedding) upload_input(b, wave_begin_);
+    if (!is_head) upload_input(b, wave_begin_);
     for (int mb = wave_begin_; mb < wave_end_; ++mb) {
       if (placement_.prefetch_depth > 0) upload_next_input(b, mb);
-      if (!is_embedding && !is_head) upload_input(b, mb);
+      if (!is_head) upload_input(b, mb);
       std::vector<BufferUse> uses = block_uses(b, workspace);
       uses.push_back({batches_[static_cast<size_t>(mb)], false});
-      if (b > 0) uses.push_back({input(b, mb), false});
-      int& grad = activation_grads_[static_cast<size_t>(mb - wave_begin_)];
+      uses.push_back({input(b, mb), false});
+      int& grad = activation_grads_[static_cast<size_t>(mb)];
       int loss = -1;
       if (is_head) {
         grad = add_activation(BufferKind::kActivationGrad, -1, mb);
@@ -287,10 +291,48 @@ class Builder {
       }
       set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, std::move(uses)), b, mb);
       if (is_head) offload_loss(loss, mb);
+      if (b == 1 && !last_wave_) park_activation_grad(mb);
     }
     for (const int param : block(b).flat_params) {
-      if (last_user(param) == b) close_grad(param);
+      if (!last_wave_ || last_user(param) == b) close_grad(param);
     }
+  }
+
+  // Adds the embedding's gradients of all micro-batches, in order, behind the last wave. A table that
+  // the head shares has all of the head's gradients by then, so that the order of its sum, and with it
+  // every bit, is the same for every length of the waves.
+  void embedding_backward_visit(int b) {
+    for (const int param : block(b).flat_params) open_grad(param);
+    const int workspace =
+        workspace_of(input_.backward_workspace_bytes[static_cast<size_t>(b)], b, true);
+    for (int mb = 0; mb < micro_batches_; ++mb) {
+      unpark_activation_grad(mb);
+      if (placement_.prefetch_depth > 0) unpark_activation_grad(mb + 1);
+      std::vector<BufferUse> uses = block_uses(b, workspace);
+      uses.push_back({batches_[static_cast<size_t>(mb)], false});
+      uses.push_back({activation_grads_[static_cast<size_t>(mb)], true});
+      for (const int param : block(b).flat_params) {
+        uses.push_back({params_[static_cast<size_t>(param)].grad, true});
+      }
+      set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, std::move(uses)), b, mb);
+    }
+    for (const int param : block(b).flat_params) close_grad(param);
+  }
+
+  void park_activation_grad(int mb) {
+    int& grad = activation_grads_[static_cast<size_t>(mb)];
+    int& parked = parked_activation_grads_[static_cast<size_t>(mb)];
+    parked = add_activation(BufferKind::kActivationGrad, -1, mb, Tier::kHost);
+    emit(OpKind::kParkGrad, PlanLaneKind::kOffload, {{grad, false}, {parked, true}}).micro_batch = mb;
+    grad = -1;
+  }
+
+  void unpark_activation_grad(int mb) {
+    if (mb >= micro_batches_ || parked_activation_grads_[static_cast<size_t>(mb)] < 0) return;
+    const int parked = std::exchange(parked_activation_grads_[static_cast<size_t>(mb)], -1);
+    int& grad = activation_grads_[static_cast<size_t>(mb)];
+    grad = add_activation(BufferKind::kActivationGrad, -1, mb);
+    emit(OpKind::kUnparkGrad, PlanLaneKind::kUpload, {{parked, false}, {grad, true}}).micro_batch = mb;
   }
 
   void offload_loss(int loss, int mb) {
@@ -311,7 +353,7 @@ class Builder {
     ParamState& state = params_[static_cast<size_t>(param)];
     if (state.grad >= 0) return;
     state.grad = add_param_buffer(BufferKind::kGrad, param, input_.grad_bytes(param));
-    if (first_wave_) {
+    if (state.parked < 0) {
       emit(OpKind::kZeroGrad, PlanLaneKind::kCompute, {{state.grad, true}}).param = param;
     } else {
       emit(OpKind::kUnparkGrad, PlanLaneKind::kUpload, {{state.parked, false}, {state.grad, true}})
@@ -421,10 +463,10 @@ class Builder {
   std::vector<int> batches_;
   std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
   std::vector<std::vector<int>> host_inputs_;  // likewise
-  std::vector<int> activation_grads_;
+  std::vector<int> activation_grads_;         // [micro-batch] on the device
+  std::vector<int> parked_activation_grads_;  // likewise, in pinned memory between waves
   int wave_begin_ = 0;
   int wave_end_ = 0;
-  bool first_wave_ = true;
   bool last_wave_ = true;
   int rope_ = -1;
   int sums_ = -1;

@@ -1,0 +1,298 @@
+// The NVMe tier beside fio: the same swap file, block size and depth, O_DIRECT, in alternating
+// pairs.
+//
+//   bench_nvme DIR [--mib 1024] [--pairs 7] [--blocks 256,1024,4096 (KiB)] [--depths 8,32]
+//
+// Counted are the bytes of the chunks, each moved once per run; GB is 1e9 bytes. The ceiling beside
+// each figure is fio's, measured in the same minute; the ratio is the median over the pairs. CPU is
+// user and system time of all threads of the process.
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "nvme/aligned_memory.h"
+#include "nvme/swapper.h"
+
+namespace {
+
+using namespace orlop;
+using namespace orlop::nvme;
+
+constexpr size_t kChunkBytes = 32 * kMiB;
+constexpr size_t kSlots = 6;
+constexpr size_t kFirstExtent = 4096;
+
+enum class Pattern { kRead, kWrite, kMixed };
+
+struct Settings {
+  std::string directory;
+  size_t file_mib = 1024;
+  int pairs = 7;
+  std::vector<size_t> block_kib = {256, 1024, 4096};
+  std::vector<unsigned> depths = {8, 32};
+};
+
+struct Figure {
+  double gb_per_s = 0;
+  double cpu_s_per_gb = 0;
+};
+
+std::string_view pattern_name(Pattern pattern) {
+  switch (pattern) {
+    case Pattern::kRead:
+      return "read";
+    case Pattern::kWrite:
+      return "write";
+    case Pattern::kMixed:
+      return "mixed";
+  }
+  return "?";
+}
+
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double median_of(const std::vector<Figure>& figures, double Figure::*member) {
+  std::vector<double> values;
+  for (const Figure& figure : figures) values.push_back(figure.*member);
+  return median(values);
+}
+
+// The swap file of one engine and its slots.
+class Rig {
+ public:
+  Rig(const Settings& settings, size_t block_bytes, unsigned depth, IoEngine engine)
+      : chunks_(static_cast<int32_t>(settings.file_mib * kMiB / kChunkBytes)),
+        memory_(kSlots * kChunkBytes, 4096),
+        pool_("bench", memory_.span(), kChunkBytes),
+        swapper_(options(settings, block_bytes, depth, engine)) {
+    swapper_.register_memory(memory_.span(), kChunkBytes);
+    // Random bytes, as fio writes them: some drives are faster with zeros.
+    std::mt19937_64 random(1);
+    for (size_t i = 0; i < memory_.span().size(); i += sizeof(uint64_t)) {
+      const uint64_t value = random();
+      std::memcpy(memory_.data() + i, &value, sizeof value);
+    }
+    run(Pattern::kWrite);  // turns allocated blocks into written ones
+  }
+
+  // All chunks once; mixed: every second one is read, the others are written.
+  Figure run(Pattern pattern) {
+    const double cpu_before = cpu_seconds();
+    const auto begin = std::chrono::steady_clock::now();
+    ++step_;
+    std::vector<Completion<SlotLease>> reads;
+    for (int32_t i = 0; i < chunks_; ++i) {
+      const bool read = pattern == Pattern::kRead || (pattern == Pattern::kMixed && i % 2 == 0);
+      if (read) {
+        if (reads.size() == kSlots / 2) {
+          reads.front().wait();
+          reads.erase(reads.begin());
+        }
+        reads.push_back(swapper_.swap_in({{i, 0}, 0, step_ * chunks_ + i}, pool_.acquire()));
+      } else {
+        swapper_.swap_out({{i, 0}, 0, step_ * chunks_ + i}, pool_.acquire());
+      }
+    }
+    for (auto& read : reads) read.wait();
+    swapper_.flush();
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    const double gb = static_cast<double>(bytes()) * 1e-9;
+    return {gb / seconds.count(), (cpu_seconds() - cpu_before) / gb};
+  }
+
+  size_t bytes() const { return static_cast<size_t>(chunks_) * kChunkBytes; }
+  const Swapper& swapper() const { return swapper_; }
+
+ private:
+  SwapperOptions options(const Settings& settings, size_t block_bytes, unsigned depth,
+                         IoEngine engine) const {
+    SwapperOptions made;
+    made.directories = {settings.directory};
+    for (int32_t i = 0; i < chunks_; ++i) made.chunks.push_back({{i, 0}, kChunkBytes});
+    made.queue.block_bytes = block_bytes;
+    made.queue.depth = depth;
+    made.engine = engine;
+    made.verify = Verify::kOff;
+    return made;
+  }
+
+  const int32_t chunks_;
+  AlignedMemory memory_;
+  SlotPool pool_;
+  Swapper swapper_;
+  int64_t step_ = 0;
+};
+
+// fio on the extents of the same file. Empty when fio is not there.
+std::optional<Figure> run_fio(const Rig& rig, Pattern pattern, size_t block_bytes, unsigned depth) {
+  const bool direct = rig.swapper().drives()[0].direct;
+  const std::string command = fmt::format(
+      "fio --name=peer --filename='{}' --offset={} --size={} --rw={} --bs={} --iodepth={} "
+      "--direct={} "
+      "--ioengine=io_uring --fixedbufs=1 --registerfiles=1 --thread=1 --invalidate=0 "
+      "--scramble_buffers=0 "
+      "--allow_file_create=0 --output-format=json 2>/dev/null",
+      rig.swapper().drives()[0].path, kFirstExtent, rig.bytes(),
+      pattern == Pattern::kRead    ? "read"
+      : pattern == Pattern::kWrite ? "write"
+                                   : "rw",
+      block_bytes, depth, direct ? 1 : 0);
+  std::string text;
+  FILE* pipe = ::popen(command.c_str(), "r");
+  check(pipe != nullptr, ErrorCode::kInternal, "cannot start fio");
+  char piece[4096];
+  while (std::fgets(piece, sizeof piece, pipe)) text += piece;
+  const int status = ::pclose(pipe);
+  const auto report = nlohmann::json::parse(text, nullptr, false);
+  if (status != 0 || report.is_discarded()) return std::nullopt;
+  const auto& job = report["jobs"][0];
+  double bytes = 0;
+  double ms = 0;
+  for (const char* way : {"read", "write"}) {
+    bytes += job[way]["io_bytes"].get<double>();
+    ms = std::max(ms, job[way]["runtime"].get<double>());
+  }
+  const double cpu_share = (job["usr_cpu"].get<double>() + job["sys_cpu"].get<double>()) / 100;
+  const double gb = bytes * 1e-9;
+  return Figure{gb / (ms * 1e-3), cpu_share * job["job_runtime"].get<double>() * 1e-3 / gb};
+}
+
+void compare_with_fio(const Settings& settings, size_t block_bytes, unsigned depth) {
+  Rig rig(settings, block_bytes, depth, IoEngine::kAuto);
+  for (const Pattern pattern : {Pattern::kRead, Pattern::kWrite, Pattern::kMixed}) {
+    std::vector<Figure> ours;
+    std::vector<Figure> fio;
+    std::vector<double> ratios;
+    for (int pair = 0; pair < settings.pairs; ++pair) {
+      // The order alternates too, so that neither always comes after the other.
+      std::optional<Figure> peer;
+      if (pair % 2 == 0) peer = run_fio(rig, pattern, block_bytes, depth);
+      ours.push_back(rig.run(pattern));
+      if (pair % 2 == 1) peer = run_fio(rig, pattern, block_bytes, depth);
+      if (!peer) continue;
+      fio.push_back(*peer);
+      ratios.push_back(ours.back().gb_per_s / peer->gb_per_s);
+    }
+    const auto [least, most] = std::ranges::minmax(ours, {}, &Figure::gb_per_s);
+    fmt::print("{:5}  block {:>8}  depth {:3}  {:5.2f} GB/s ({:.2f}..{:.2f})  {:.3f} CPU s/GB",
+               pattern_name(pattern), format_bytes(block_bytes), depth,
+               median_of(ours, &Figure::gb_per_s), least.gb_per_s, most.gb_per_s,
+               median_of(ours, &Figure::cpu_s_per_gb));
+    if (fio.empty()) {
+      fmt::print("  (fio is not installed)\n");
+    } else {
+      fmt::print(
+          "  | fio {:5.2f} GB/s  {:.3f} CPU s/GB | ratio {:.3f} ({:.2f}..{:.2f}, {} pairs)\n",
+          median_of(fio, &Figure::gb_per_s), median_of(fio, &Figure::cpu_s_per_gb), median(ratios),
+          *std::ranges::min_element(ratios), *std::ranges::max_element(ratios), ratios.size());
+    }
+    std::fflush(stdout);
+  }
+}
+
+// What a machine loses that forbids io_uring.
+void compare_engines(const Settings& settings) {
+  std::vector<Figure> ring[2];
+  std::vector<Figure> threads[2];
+  for (int pair = 0; pair < settings.pairs; ++pair) {
+    for (auto* into : {&ring, &threads}) {
+      Rig rig(settings, kMiB, 32, into == &ring ? IoEngine::kUring : IoEngine::kThreads);
+      (*into)[0].push_back(rig.run(Pattern::kRead));
+      (*into)[1].push_back(rig.run(Pattern::kWrite));
+    }
+  }
+  for (const int way : {0, 1}) {
+    const double fast = median_of(ring[way], &Figure::gb_per_s);
+    const double plain = median_of(threads[way], &Figure::gb_per_s);
+    fmt::print("{:5}  io_uring {:.2f} GB/s  threads {:.2f} GB/s  {:.3f} CPU s/GB  ratio {:.2f}\n",
+               way == 0 ? "read" : "write", fast, plain,
+               median_of(threads[way], &Figure::cpu_s_per_gb), plain / fast);
+  }
+}
+
+template <typename T>
+std::vector<T> parse_list(const std::string& text) {
+  std::vector<T> values;
+  std::istringstream stream(text);
+  for (std::string item; std::getline(stream, item, ',');) {
+    values.push_back(static_cast<T>(std::stoul(item)));
+  }
+  return values;
+}
+
+Settings parse(int argc, char** argv) {
+  check(argc >= 2, ErrorCode::kUsage,
+        "usage: bench_nvme DIR [--mib N] [--pairs N] [--blocks KiB,..] "
+        "[--depths N,..]");
+  Settings settings;
+  settings.directory = argv[1];
+  for (int i = 2; i + 1 < argc; i += 2) {
+    const std::string name = argv[i];
+    const std::string value = argv[i + 1];
+    if (name == "--mib") {
+      settings.file_mib = std::stoul(value);
+    } else if (name == "--pairs") {
+      settings.pairs = std::stoi(value);
+    } else if (name == "--blocks") {
+      settings.block_kib = parse_list<size_t>(value);
+    } else if (name == "--depths") {
+      settings.depths = parse_list<unsigned>(value);
+    } else {
+      fail(ErrorCode::kUsage, "unknown option {}", name);
+    }
+  }
+  check(settings.file_mib * kMiB >= 2 * kChunkBytes && settings.pairs > 0, ErrorCode::kUsage,
+        "use at least --mib {} and --pairs 1", 2 * kChunkBytes / kMiB);
+  return settings;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Settings settings = parse(argc, argv);
+    {
+      const Rig rig(settings, kMiB, 8, IoEngine::kAuto);
+      const DriveInfo& drive = rig.swapper().drives()[0];
+      fmt::print("{} on {}, {}, {}; {} per run in chunks of {}\n", drive.path, drive.file_system,
+                 drive.direct ? "O_DIRECT" : "page cache (" + drive.why_not_direct + ")",
+                 rig.swapper().backend_name(), format_bytes(rig.bytes()),
+                 format_bytes(kChunkBytes));
+    }
+    for (const size_t kib : settings.block_kib) {
+      for (const unsigned depth : settings.depths) {
+        compare_with_fio(settings, kib * kKiB, depth);
+      }
+    }
+    compare_engines(settings);
+    return 0;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "bench_nvme: {}\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,237 @@
+// Placement, budget, prefetch, waves, threads and instruction sets change where bytes lie and when
+// they move, never a bit of the result.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "orlop/engine.h"
+#include "tests/formats/support.h"
+#include "tests/support/engine_run.h"
+#include "tests/support/tiny_model.h"
+
+namespace orlop::test {
+namespace {
+
+struct Variant {
+  std::string name;
+  std::function<void(EngineConfig&)> change;
+  bool evaluate_between = false;
+};
+
+// The least device and host memory that `config` can run in, one tier at a time.
+size_t least_device_bytes(const std::string& model, EngineConfig config) {
+  config.placement = {.prefetch_depth = 0,
+                      .resident_blocks = 0,
+                      .device_optimizer_blocks = 0,
+                      .activations_on_device = false,
+                      .wave = 1};
+  return Engine::plan(model, config).device_peak_bytes;
+}
+
+size_t least_host_bytes(const std::string& model, EngineConfig config) {
+  config.placement.device_optimizer_blocks = 5;
+  config.placement.activations_on_device = true;
+  config.placement.wave = static_cast<int>(config.batch.accumulation_steps);
+  return Engine::plan(model, config).host_bytes;
+}
+
+std::vector<Variant> variants(const std::string& model) {
+  std::vector<Variant> all;
+  const auto add = [&](std::string name, std::function<void(EngineConfig&)> change) {
+    all.push_back({std::move(name), std::move(change)});
+  };
+  add("least device",
+      [model](EngineConfig& c) { c.limits.device_bytes = least_device_bytes(model, c); });
+  for (const size_t percent : {3, 8, 15}) {
+    add("device budget +" + std::to_string(percent) + " %", [model, percent](EngineConfig& c) {
+      const size_t least = least_device_bytes(model, c);
+      c.limits.device_bytes = least + least * percent / 100;
+    });
+  }
+  add("least host", [model](EngineConfig& c) {
+    c.placement.device_optimizer_blocks = 5;
+    c.placement.activations_on_device = true;
+    c.placement.wave = 3;
+    c.limits.host_bytes = least_host_bytes(model, c);
+  });
+  for (const int depth : {0, 1, 2, 3, 4}) {
+    add("prefetch " + std::to_string(depth), [depth](EngineConfig& c) {
+      c.placement.prefetch_depth = depth;
+      c.placement.resident_blocks = 0;
+      c.placement.activations_on_device = depth % 2 == 1;
+      c.placement.wave = 1 + depth % 3;
+    });
+  }
+  for (const int wave : {1, 2, 3}) {
+    add("wave " + std::to_string(wave), [wave](EngineConfig& c) {
+      c.placement.wave = wave;
+      c.placement.resident_blocks = wave;
+      c.placement.activations_on_device = false;
+    });
+  }
+  for (const int blocks : {1, 3, 5}) {
+    add("optimizer of " + std::to_string(blocks) + " blocks on the device",
+        [blocks](EngineConfig& c) {
+          c.placement.device_optimizer_blocks = blocks;
+          c.placement.wave = 1 + blocks % 3;
+        });
+  }
+  all.push_back({"evaluation between steps", [](EngineConfig&) {}, true});
+  all.push_back({"evaluation between steps, least device",
+                 [model](EngineConfig& c) { c.limits.device_bytes = least_device_bytes(model, c); },
+                 true});
+  return all;
+}
+
+struct Case {
+  const char* name;
+  TinyFamily family;
+  Precision precision;
+  DType moments;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+class OffloadEqualsResident : public ::testing::TestWithParam<Case> {
+ protected:
+  OffloadEqualsResident() {
+    write_tiny_model(folder_.path(), GetParam().family);
+    config_ = tiny_engine_config(GetParam().precision);
+    config_.optimizer.moments = GetParam().moments;
+  }
+
+  std::string model() const { return folder_.path().string(); }
+
+  RunRecord run_with(const EngineConfig& config, bool evaluate_between = false) const {
+    const auto engine = Engine::open(model(), config);
+    return run(*engine, {.evaluate_between = evaluate_between});
+  }
+
+  EngineConfig config_;
+
+ private:
+  TempFolder folder_;
+};
+
+TEST_P(OffloadEqualsResident, ForEveryPlacementAndBudget) {
+  EngineConfig resident = config_;
+  resident.placement.resident_blocks = 5;
+  resident.placement.activations_on_device = true;
+  resident.placement.wave = 3;
+  const RunRecord expected = run_with(resident);
+  ASSERT_TRUE(std::isfinite(expected.losses.back()));
+  EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5) << "the run should train";
+  for (const Variant& variant : variants(model())) {
+    EngineConfig config = config_;
+    variant.change(config);
+    EXPECT_TRUE(same_bits(expected, run_with(config, variant.evaluate_between))) << variant.name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , OffloadEqualsResident,
+    ::testing::Values(Case{"fp32", TinyFamily::kLlama, Precision::kF32, DType::kF32},
+                      Case{"bf16", TinyFamily::kLlamaTied, Precision::kBF16, DType::kF32},
+                      Case{"bf16_rounded_moments", TinyFamily::kQwen3, Precision::kBF16,
+                           DType::kBF16},
+                      Case{"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}),
+    [](const auto& info) { return info.param.name; });
+
+// From five threads on the update runs beside the next forward.
+TEST_P(OffloadEqualsResident, ForEveryThreadCount) {
+  config_.batch.accumulation_steps = 1;
+  const RunOptions options{.until = 5};
+  const auto run_with_threads = [&](int threads, int prefetch) {
+    config_.threads = threads;
+    config_.placement.prefetch_depth = prefetch;
+    const auto engine = Engine::open(model(), config_);
+    return run(*engine, options);
+  };
+  const RunRecord expected = run_with_threads(1, 0);
+  for (const int threads : {2, 3, 4, 5, 6}) {
+    EXPECT_TRUE(same_bits(expected, run_with_threads(threads, threads % 3)))
+        << threads << " threads";
+  }
+}
+
+class SetIsa {
+ public:
+  explicit SetIsa(const char* isa) { ::setenv("ORLOP_MAX_ISA", isa, 1); }
+  ~SetIsa() { ::unsetenv("ORLOP_MAX_ISA"); }
+};
+
+// Matmuls of oneDNN may differ between instruction sets; everything else may not.
+TEST(InstructionSets, GiveTheSameBits) {
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kQwen2);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.reference_ops = true;
+  config.optimizer.moments = DType::kBF16;
+  const RunOptions options{.until = 8, .last = 8};
+  const auto run_under = [&](const char* isa) {
+    const SetIsa set(isa);
+    const auto engine = Engine::open(folder.path().string(), config);
+    return run(*engine, options);
+  };
+  const RunRecord expected = run_under("scalar");
+  EXPECT_TRUE(same_bits(expected, run_under("avx2")));
+  EXPECT_TRUE(same_bits(expected, run_under("avx512")));
+  config.placement.device_optimizer_blocks = 2;
+  EXPECT_TRUE(same_bits(expected, run_under("avx512")));
+}
+
+// One batch of eight rows, cut into micro-batches in four ways: only the order of summation
+// differs.
+TEST(Accumulation, DoesNotDependOnTheMicroBatch) {
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kF32);
+  config.batch = {.micro_batch_size = 8, .sequence_length = 16, .accumulation_steps = 1};
+  config.optimizer.max_grad_norm = 0.5;
+  MicroBatch whole = random_batches(1, config.batch, 61, 3).front();
+  whole.cu_seqlens.clear();  // every row is a document
+
+  const auto first_step = [&](int64_t rows) {
+    config.batch.micro_batch_size = rows;
+    config.batch.accumulation_steps = 8 / rows;
+    std::vector<MicroBatch> batches;
+    for (int64_t begin = 0; begin < 8; begin += rows) {
+      const auto cut = [&](const std::vector<int32_t>& all) {
+        return std::vector<int32_t>(all.begin() + begin * 16, all.begin() + (begin + rows) * 16);
+      };
+      batches.push_back({cut(whole.tokens), cut(whole.labels), {}});
+    }
+    const auto engine = Engine::open(folder.path().string(), config);
+    const StepResult result = engine->step(batches);
+    return std::pair(result, read_states(*engine));
+  };
+
+  const auto [expected, states] = first_step(8);
+  EXPECT_GT(expected.grad_norm, 0.0);
+  for (const int64_t rows : {4, 2, 1}) {
+    const auto [result, found] = first_step(rows);
+    EXPECT_NEAR(result.loss, expected.loss, 1e-6 * expected.loss) << rows;
+    EXPECT_NEAR(result.grad_norm, expected.grad_norm, 1e-6 * expected.grad_norm) << rows;
+    // After one step exp_avg is (1 - beta1) times the clipped gradient.
+    for (const auto& [name, values] : states) {
+      if (!name.ends_with(".exp_avg")) continue;
+      double difference = 0;
+      double norm = 0;
+      for (size_t i = 0; i < values.size(); ++i) {
+        difference += std::pow(static_cast<double>(found.at(name)[i]) - values[i], 2);
+        norm += std::pow(static_cast<double>(values[i]), 2);
+      }
+      EXPECT_LE(std::sqrt(difference), 1e-6 * std::sqrt(norm))
+          << name << ", micro-batches of " << rows;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace orlop::test
