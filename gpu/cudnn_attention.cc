@@ -15,6 +15,10 @@
 namespace orlop {
 namespace {
 
+// Above it the deterministic backward pass of cuDNN 9.14 wrote NaN on an H100; the plain kernels
+// take over.
+constexpr int64_t kMaxHeadDim = 128;
+
 // Deterministic backward keeps a (heads, length, length) matrix of 2 bytes per sequence. A call is
 // cut into pieces, first of whole sequences, then of heads, so that a piece stays below this limit
 // where it can.
@@ -149,7 +153,7 @@ bool CudnnAttention::append_pieces(const Problem& problem, int64_t row, int64_t 
 
 bool is_supported(const Problem& problem) {
   const bool half = problem.dtype == DType::kBF16 || problem.dtype == DType::kF16;
-  return half && problem.head_dim % 8 == 0 && problem.head_dim <= kernels::kMaxPlainHeadDim &&
+  return half && problem.head_dim % 8 == 0 && problem.head_dim <= kMaxHeadDim &&
          problem.q_stride % 8 == 0 && problem.kv_stride % 8 == 0;
 }
 

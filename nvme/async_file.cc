@@ -146,6 +146,9 @@ class AsyncFile::Impl {
   size_t wait() {
     std::vector<OperationPtr> operations;
     operations.swap(pending_);
+    for (const OperationPtr& operation : operations) {
+      static_cast<void>(operation->ended.wait_error());
+    }
     std::exception_ptr first_error;
     for (const OperationPtr& operation : operations) {
       std::exception_ptr error = operation->ended.wait_error();

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <fstream>
 
 #include "base/bytes.h"
 #include "base/check.h"

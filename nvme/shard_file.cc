@@ -203,6 +203,10 @@ void ShardFile::reserve(uint64_t extents_offset, uint64_t extents_bytes, uint64_
   struct statvfs space {};
   check(::fstat(fd(), &file) == 0 && ::fstatvfs(fd(), &space) == 0, ErrorCode::kIo,
         "cannot look at {}: {}", path_, errno_text(errno));
+  if (static_cast<uint64_t>(file.st_size) > file_bytes()) {
+    check(::ftruncate(fd(), static_cast<off_t>(file_bytes())) == 0, ErrorCode::kIo,
+          "cannot shorten {} to {} bytes: {}", path_, file_bytes(), errno_text(errno));
+  }
   const uint64_t taken = std::min(static_cast<uint64_t>(file.st_blocks) * 512, file_bytes());
   const uint64_t needed = file_bytes() - taken;
   const uint64_t free = static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
@@ -220,8 +224,7 @@ void ShardFile::reserve(uint64_t extents_offset, uint64_t extents_bytes, uint64_
     const uint64_t missing = needed > free ? needed - free : needed;
     fail(error == ENOSPC || error == EDQUOT ? ErrorCode::kDoesNotFit : ErrorCode::kIo,
          "{} needs {} bytes more ({}), {} bytes are free there: {} bytes are missing ({}); free "
-         "space, "
-         "add a directory with --nvme or lower limits.nvme",
+         "space, add a directory with --nvme or lower limits.nvme",
          path_, needed, format_bytes(needed), free, missing, errno_text(error));
   }
   write_superblock();

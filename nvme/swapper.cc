@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
-#include <ctime>
 #include <deque>
 #include <mutex>
 #include <optional>
@@ -13,16 +12,15 @@
 #include "base/log.h"
 #include "nvme/aio_sweep.h"
 #include "nvme/aligned_memory.h"
+#include "nvme/direct_io.h"
 #include "nvme/shard_file.h"
+#include "nvme/write_ledger.h"
 
 namespace orlop::nvme {
 namespace {
 
 constexpr uint64_t kMeasuredBytes = 64 * kMiB;
 constexpr int64_t kNoVersion = -1;
-constexpr int64_t kSecondsPerDay = 86'400;
-
-int64_t today() { return std::time(nullptr) / kSecondsPerDay; }
 
 uint64_t checksum_seed(const SwapRequest& request) {
   return (static_cast<uint64_t>(request.key.shard) << 40) ^
@@ -92,7 +90,7 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   size_t running = 0;              // operations that have not ended
   std::exception_ptr first_error;  // of a swap_out, since the last flush()
   SwapStats stats;
-  int64_t day = 0;
+  WriteLedger ledger;
 
   void start(const std::shared_ptr<Operation>& operation);
   void check_start(const Operation& operation) const;
@@ -153,6 +151,10 @@ void Swapper::start_up(const SwapperOptions& options) {
     state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
                             file.direct_io().why_not, count > 1 ? weights[i] : 0, bytes});
   }
+  if (state.writes_per_day > 0) {
+    state.ledger = WriteLedger(
+        fmt::format("{}/orlop-r{}.writes", absolute_path(options.directories[0]), options.rank));
+  }
   state.queue = queue_.get();
   keep_ = options.keep;
 }
@@ -163,9 +165,10 @@ Swapper::~Swapper() {
     state_->queue = nullptr;
   }
   queue_.reset();
+  std::lock_guard lock(state_->mutex);
+  state_->ledger.save();
   if (!keep_) return;
   try {
-    std::lock_guard lock(state_->mutex);
     check(state_->running == 0, ErrorCode::kIo, "{} operations have not ended", state_->running);
     for (uint32_t i = 0; i < state_->files.size(); ++i) {
       std::vector<ChunkRecord> records;
@@ -353,9 +356,7 @@ void Swapper::State::count(const Operation& operation, const Extent& extent, boo
     ++stats.swap_outs;
     stats.bytes_written += extent.capacity;
     stats.step_bytes_written += extent.capacity;
-    if (day != today()) stats.day_bytes_written = 0;
-    day = today();
-    stats.day_bytes_written += extent.capacity;
+    ledger.add(extent.capacity);
   }
 }
 
@@ -372,12 +373,13 @@ void Swapper::begin_step() {
   std::lock_guard lock(state_->mutex);
   state_->stats.step_bytes_read = 0;
   state_->stats.step_bytes_written = 0;
+  state_->ledger.save();
 }
 
 SwapStats Swapper::stats() const {
   std::lock_guard lock(state_->mutex);
   SwapStats stats = state_->stats;
-  if (state_->day != today()) stats.day_bytes_written = 0;
+  stats.day_bytes_written = state_->ledger.bytes_today();
   stats.retries = queue_->stats().retries;
   return stats;
 }

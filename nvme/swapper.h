@@ -29,7 +29,9 @@ struct SwapperOptions {
   Verify verify = Verify::kSample;
   IoEngine engine = IoEngine::kAuto;
   IoQueueOptions queue;
-  uint64_t writes_per_day_bytes = 0;  // 0: no limit
+  // 0: no limit. With one, the count of the day is kept in "orlop-r<rank>.writes" in the first
+  // directory, which stays there, so that it holds over several runs.
+  uint64_t writes_per_day_bytes = 0;
 };
 
 struct SwapRequest {
@@ -90,6 +92,7 @@ class Swapper {
   // flush().
   void flush();
 
+  // Starts the step's counters and saves the count of the day.
   void begin_step();
   SwapStats stats() const;
   // Throws Error(kDoesNotFit) when `bytes` more would pass writes_per_day_bytes.

@@ -53,6 +53,9 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.threads = config.threads > 0 ? config.threads : default_threads();
   planning.device = make_backend(config, planning.threads, tracer);
   const DeviceInfo info = planning.device.backend->info();
+  // The thread that issues the step and the driver's need a core of their own: sharing one with the
+  // optimizer's team made every update wait for it (1.5 times as long on 16 cores).
+  if (!info.is_host && config.threads == 0) planning.threads = std::max(1, planning.threads - 1);
   const DType dtype = compute_dtype(config.precision);
 
   PlanInput& input = planning.input;

@@ -219,6 +219,8 @@ HfConfig read_hf_config(const fs::path& file_or_folder) {
   std::error_code error;
   const bool is_folder = fs::is_directory(file_or_folder, error);
   const fs::path path = is_folder ? file_or_folder / "config.json" : file_or_folder;
+  check(fs::exists(path, error), ErrorCode::kInvalidData, "'{}' {}", file_or_folder.string(),
+        is_folder ? "is no Hugging Face folder: it has no config.json" : "does not exist");
   return parse_hf_config(read_text_file(path, kMaxConfigBytes), path.string());
 }
 

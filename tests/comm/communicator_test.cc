@@ -50,7 +50,7 @@ std::vector<float> values_of(int rank, size_t numel) {
 class ThreadCommunicatorTest : public testing::TestWithParam<int> {
  protected:
   const int world_size_ = GetParam();
-  const auto ranks() const { return static_cast<size_t>(world_size_); }
+  size_t ranks() const { return static_cast<size_t>(world_size_); }
 };
 
 constexpr size_t kCounts[] = {0, 1, 7, 1000};

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backend/backend.h"
+#include "base/bytes.h"
 #include "gpu/cuda_backend_api.h"
 #include "orlop/error.h"
 
@@ -95,7 +96,7 @@ TEST(GpuLibrary, RefusesABudgetBelowItsOverhead) {
   if (load().count() == 0) GTEST_SKIP() << "no GPU";
   const std::string error = error_of({.device_bytes = size_t{8} << 20});
   EXPECT_THAT(error, HasSubstr(code(ErrorCode::kDoesNotFit)));
-  EXPECT_THAT(error, HasSubstr("8.00 MiB"));
+  EXPECT_THAT(error, HasSubstr(format_bytes(size_t{8} << 20)));
 }
 
 // Backends one after the other give all memory back.

@@ -390,13 +390,15 @@ TEST_P(SwapperFault, BadSlotsAreRefusedAtOnce) {
               HasSubstr("shard 99 chunk 0"));
 }
 
-TEST_P(SwapperFault, TheWriteBudgetOfADayIsChecked) {
+TEST_P(SwapperFault, TheWriteBudgetOfADayHoldsOverRuns) {
   TempDir dir;
   auto real = backend([](const IoRequest&, uint64_t) { return Fault::none(); });
+  auto again = backend([](const IoRequest&, uint64_t) { return Fault::none(); });
   ORLOP_SKIP_WITHOUT(real);
   auto chosen = options({dir.path()});
   chosen.writes_per_day_bytes = 3 * align_up(kChunkBytes, 4096);
-  Swapper swapper(chosen, std::move(real));
+  auto first = std::make_unique<Swapper>(chosen, std::move(real));
+  Swapper& swapper = *first;
   swapper.begin_step();
   out(swapper, 0, 1);
   out(swapper, 1, 1);
@@ -407,6 +409,11 @@ TEST_P(SwapperFault, TheWriteBudgetOfADayIsChecked) {
   swapper.begin_step();
   EXPECT_EQ(swapper.stats().step_bytes_written, 0u);
   EXPECT_EQ(swapper.stats().bytes_written, 2 * align_up(kChunkBytes, 4096));
+  first.reset();
+  const Swapper second(chosen, std::move(again));
+  EXPECT_EQ(second.stats().bytes_written, 0u);
+  EXPECT_EQ(second.stats().day_bytes_written, 2 * align_up(kChunkBytes, 4096));
+  EXPECT_THROW(second.check_write_budget(2 * align_up(kChunkBytes, 4096)), Error);
 }
 
 }  // namespace

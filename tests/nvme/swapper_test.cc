@@ -8,6 +8,8 @@
 
 #include "base/bytes.h"
 #include "faulty_backend.h"
+#include "nvme/aio_sweep.h"
+#include "nvme/drive_report.h"
 #include "nvme/superblock.h"
 #include "support.h"
 
@@ -185,6 +187,80 @@ TEST_P(SwapperOnBackend, AVersionThatIsNotThereIsAnError) {
               AllOf(HasSubstr("version 4"), HasSubstr("holds version 3")));
   EXPECT_EQ(rig.pool.in_use(), 0u);
   expect_chunk(swapper, rig.pool, chunks[0], 3);
+}
+
+TEST_P(SwapperOnBackend, BandwidthsAreMeasuredWhereNoneAreGiven) {
+  TempDir a, b;
+  ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
+  const auto chunks = equal_chunks(40, 100'000);
+  Swapper swapper(options({a.path(), b.path()}, chunks), std::move(backend));
+  uint64_t bytes = 0;
+  for (const DriveInfo& drive : swapper.drives()) {
+    EXPECT_GT(drive.bandwidth, 0);
+    EXPECT_GT(drive.bytes, 0u);
+    bytes += drive.bytes;
+  }
+  EXPECT_EQ(bytes, 40 * align_up(100'000, 4096));
+  Rig rig(2);
+  for (const ChunkSpec& chunk : chunks) write_chunk(swapper, rig.pool, chunk, 1);
+  for (const ChunkSpec& chunk : chunks) expect_chunk(swapper, rig.pool, chunk, 1);
+}
+
+TEST_P(SwapperOnBackend, AKeptFileListsItsChunks) {
+  TempDir dir;
+  auto chosen = options({dir.path()}, equal_chunks(3, 10'000));
+  chosen.keep = true;
+  {
+    ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
+    Swapper swapper(chosen, std::move(backend));
+    Rig rig(1);
+    write_chunk(swapper, rig.pool, chosen.chunks[0], 4);
+    write_chunk(swapper, rig.pool, chosen.chunks[2], 5);
+  }
+  const ShardFileInfo info = inspect_shard_file(dir / "orlop-r0.swap");
+  ASSERT_EQ(info.records.size(), 3u);
+  EXPECT_EQ(info.records[0].version, 4);
+  EXPECT_EQ(info.records[1].version, -1);
+  EXPECT_EQ(info.records[2].version, 5);
+  EXPECT_EQ(info.records[2].bytes, 10'000u);
+  EXPECT_EQ(info.records[2].offset, 4096 + 2 * align_up(10'000, 4096));
+  EXPECT_NE(info.records[2].checksum, 0u);
+}
+
+TEST(Sweep, MeasuresEveryPointAndPicksOneOfThem) {
+  TempDir dir;
+  SweepOptions sweep;
+  sweep.directory = dir.path();
+  sweep.file_bytes = 8 * kMiB;
+  sweep.block_bytes = {256 * kKiB, kMiB};
+  sweep.depths = {2, 8};
+  const SweepResult result = sweep_aio(sweep);
+  ASSERT_EQ(result.points.size(), 4u);
+  double fastest = 0;
+  const auto rate = [](const SweepPoint& point) {
+    return 2 / (1 / point.read_gib_per_s + 1 / point.write_gib_per_s);
+  };
+  for (const SweepPoint& point : result.points) {
+    EXPECT_GT(point.read_gib_per_s, 0);
+    EXPECT_GT(point.write_gib_per_s, 0);
+    fastest = std::max(fastest, rate(point));
+  }
+  EXPECT_GE(rate(result.best), 0.97 * fastest);
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+}
+
+TEST(DriveReport, TellsFileSystemSpaceAndDirectIo) {
+  TempDir dir;
+  const DriveReport report = report_drive(dir.path());
+  EXPECT_EQ(report.directory, dir.path());
+  EXPECT_FALSE(report.file_system.empty());
+  EXPECT_GT(report.total_bytes, report.free_bytes);
+  EXPECT_EQ(report.direct, report.why_not_direct.empty());
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+  EXPECT_THAT(error_of([&] { report_drive(dir / "none"); }),
+              AllOf(HasSubstr(dir / "none"), HasSubstr("No such file")));
+  const IoReport io = report_io();
+  EXPECT_EQ(io.engine == "io_uring", io.reason.empty());
 }
 
 }  // namespace
