@@ -105,6 +105,16 @@ void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_
   for (size_t i = 0; i < values.size(); ++i) moments[i] = float_to_bf16(values[i]);
 }
 
+std::vector<PlanePart> plane_parts(const StatePlanes& planes, Plane plane) {
+  const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
+  if (plane == Plane::kExpAvg) return {{planes.exp_avg, moment_bytes}};
+  if (plane == Plane::kExpAvgSq) return {{planes.exp_avg_sq, moment_bytes}};
+  const PlanePart copy{0, dtype_bytes(planes.compute_dtype)};
+  if (planes.compute_dtype == DType::kBF16) return {copy, {planes.lo, sizeof(uint16_t)}};
+  if (planes.compute_dtype == DType::kF16) return {copy, {planes.master, sizeof(float)}};
+  return {copy};
+}
+
 std::vector<DecayRun> decay_runs(const FlatParamLayout& layout) {
   std::vector<DecayRun> runs;
   for (const Segment& segment : layout.segments) {

@@ -40,6 +40,15 @@ void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, i
 void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_t offset,
                  std::span<const float> values);
 
+// The arrays of a state buffer that a plane consists of: where each starts, and bytes per element.
+struct PlanePart {
+  size_t offset = 0;
+  size_t element_bytes = 0;
+};
+
+// Master: also the compute copy, which is written with it.
+std::vector<PlanePart> plane_parts(const StatePlanes& planes, Plane plane);
+
 // A run of elements of a FlatParam with one weight-decay setting.
 struct DecayRun {
   int64_t begin = 0;
