@@ -48,7 +48,7 @@ std::vector<Variant> variants(const std::string& model) {
   };
   add("least device",
       [model](EngineConfig& c) { c.limits.device_bytes = least_device_bytes(model, c); });
-  for (const size_t percent : {3, 8, 15}) {
+  for (const size_t percent : {3u, 8u, 15u}) {
     add("device budget +" + std::to_string(percent) + " %", [model, percent](EngineConfig& c) {
       const size_t least = least_device_bytes(model, c);
       c.limits.device_bytes = least + least * percent / 100;
