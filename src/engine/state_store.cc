@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/check.h"
+
 namespace orlop {
 namespace {
 
@@ -46,6 +48,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
     read_plane(home.planes, home.address, plane, offset, values);
     return;
   }
+  check_range(home.planes, offset, values.size());
   Queue& queue = backend_.queue(QueueKind::kOffload);
   while (!values.empty()) {
     const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
@@ -73,6 +76,7 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
     write_plane(home.planes, home.address, plane, offset, values);
     return;
   }
+  check_range(home.planes, offset, values.size());
   Queue& queue = backend_.queue(QueueKind::kUpload);
   while (!values.empty()) {
     const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
@@ -99,8 +103,9 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
     orlop::read_compute_copy(home.planes, home.address, offset, out);
     return;
   }
-  Queue& queue = backend_.queue(QueueKind::kOffload);
   const size_t element = dtype_bytes(home.planes.compute_dtype);
+  check_range(home.planes, offset, out.size() / element);
+  Queue& queue = backend_.queue(QueueKind::kOffload);
   queue.offload(out.data(), home.address + static_cast<size_t>(offset) * element, out.size());
   queue.synchronize();
 }

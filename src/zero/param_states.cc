@@ -18,12 +18,12 @@ const T* plane_at(const std::byte* base, size_t plane_bytes, int64_t offset) {
   return reinterpret_cast<const T*>(base + plane_bytes) + offset;
 }
 
+}  // namespace
+
 void check_range(const StatePlanes& planes, int64_t offset, size_t count) {
   check(offset >= 0 && offset + static_cast<int64_t>(count) <= planes.numel, ErrorCode::kInternal,
         "state access of elements {} + {} in a FlatParam of {}", offset, count, planes.numel);
 }
-
-}  // namespace
 
 StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype) {
   StatePlanes planes;

@@ -28,6 +28,9 @@ struct StatePlanes {
 
 StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype);
 
+// Throws Error(kInternal) when [offset, offset + count) leaves the FlatParam.
+void check_range(const StatePlanes& planes, int64_t offset, size_t count);
+
 enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 
 // Elements [offset, offset + values.size()) of one plane of the state buffer `base`, as fp32.
