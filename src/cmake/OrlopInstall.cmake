@@ -37,6 +37,14 @@ function(orlop_install)
     endif()
   endforeach()
 
+  # Everything that a wheel holds.
+  add_custom_target(orlop_wheel)
+  foreach(part ${arg_TARGET} ${arg_MODULES} orlop_python)
+    if(TARGET ${part})
+      add_dependencies(orlop_wheel ${part})
+    endif()
+  endforeach()
+
   install(EXPORT orlop-targets NAMESPACE orlop:: DESTINATION ${config_dir})
   file(WRITE ${PROJECT_BINARY_DIR}/orlop-config.cmake
        "include(\"\${CMAKE_CURRENT_LIST_DIR}/orlop-targets.cmake\")\n")
