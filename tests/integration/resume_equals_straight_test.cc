@@ -1,4 +1,5 @@
-// A run that is interrupted and resumed, anywhere and in any placement, ends as the straight run does.
+// A run that is interrupted and resumed, anywhere and in any placement, ends as the straight run
+// does.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -40,8 +41,7 @@ const Placement kPlacements[] = {
        c.placement.wave = 1;
      }},
     {"device optimizer", [](EngineConfig& c) { c.placement.device_optimizer_blocks = 3; }},
-    {"all on the device",
-     [](EngineConfig& c) {
+    {"all on the device", [](EngineConfig& c) {
        c.placement.device_optimizer_blocks = 5;
        c.placement.activations_on_device = true;
      }}};
@@ -111,7 +111,8 @@ TEST_F(Resume, SavesAtOnceWhatItLoaded) {
 
   const auto third = Engine::open(model, config);
   third->load_checkpoint(again);
-  EXPECT_TRUE(same_bits(run(*first, {.from = 4, .until = 6}), run(*third, {.from = 4, .until = 6})));
+  EXPECT_TRUE(
+      same_bits(run(*first, {.from = 4, .until = 6}), run(*third, {.from = 4, .until = 6})));
   EXPECT_TRUE(third->save_checkpoint((folder_ / "again").string(), "", 2).ends_with("step-6"));
 }
 

@@ -1,8 +1,9 @@
 // A process that tests run, kill and measure.
 //   train_worker train MODEL RUN_DIR           trains without end, saves after every step
-//   train_worker memory MODEL DEVICE_BLOCKS    trains two steps from random weights with so many blocks'
-//                                              optimizer on the device; prints "peak", its peak resident
-//                                              bytes and the plan's
+//   train_worker memory MODEL DEVICE_BLOCKS    trains two steps from random weights with so many
+//   blocks'
+//                                              optimizer on the device; prints "peak", its peak
+//                                              resident bytes and the plan's
 
 #include <cstdlib>
 #include <exception>

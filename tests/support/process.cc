@@ -52,7 +52,8 @@ ChildProcess::ChildProcess(const std::vector<std::string>& command) {
   ::posix_spawn_file_actions_destroy(&actions);
   ::close(ends[1]);
   output_ = ends[0];
-  check(error == 0, ErrorCode::kInternal, "cannot start '{}': {}", command.front(), errno_text(error));
+  check(error == 0, ErrorCode::kInternal, "cannot start '{}': {}", command.front(),
+        errno_text(error));
 }
 
 ChildProcess::~ChildProcess() {

@@ -9,8 +9,8 @@
 
 namespace orlop::test {
 
-// A child process that runs a program; its standard output comes line by line. Killed and reaped at the
-// end of its life here.
+// A child process that runs a program; its standard output comes line by line. Killed and reaped at
+// the end of its life here.
 class ChildProcess {
  public:
   // `command` is the program's path and its arguments.

@@ -29,8 +29,8 @@ struct TinyShape {
 // The text of a config.json.
 std::string tiny_config(TinyFamily family, const TinyShape& shape = {});
 
-// Writes config.json and model.safetensors (fp32, random, norms near 1) into `folder`; `edit` may change
-// any tensor before it is written.
+// Writes config.json and model.safetensors (fp32, random, norms near 1) into `folder`; `edit` may
+// change any tensor before it is written.
 using EditTensor = std::function<void(const std::string& name, std::vector<float>& values)>;
 void write_tiny_model(const std::filesystem::path& folder, TinyFamily family,
                       const TinyShape& shape = {}, const EditTensor& edit = {});
