@@ -166,7 +166,7 @@ TEST_F(DataLoaderTest, SeekingContinuesTheStraightRun) {
     batches.push_back(straight.next());
   }
   EXPECT_GE(straight.position().epoch, 2);
-  for (const size_t from : {8, 0, 3, 4, 7}) {
+  for (const size_t from : {8u, 0u, 3u, 4u, 7u}) {
     DataLoader resumed(path, batch, 3, true);
     resumed.next();
     resumed.seek(positions[from]);

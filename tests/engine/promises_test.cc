@@ -24,9 +24,10 @@ struct MeasuredPeak {
   double planned = 0;
 };
 
-// Peak resident bytes of a process that opens the model and trains two steps.
+// Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
 MeasuredPeak measure(const std::string& model, int device_blocks) {
-  ChildProcess worker({ORLOP_TRAIN_WORKER, "memory", model, std::to_string(device_blocks)});
+  ChildProcess worker(
+      {ORLOP_TRAIN_WORKER, "memory", model, model + "/run", std::to_string(device_blocks)});
   const std::string line = worker.read_line().value_or("");
   EXPECT_EQ(worker.wait(), 0);
   MeasuredPeak measured;
@@ -42,7 +43,7 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
   TinyShape shape;
-  shape.hidden = 512;
+  shape.hidden = 640;
   shape.intermediate = 1408;
   shape.heads = 8;
   shape.vocab = 3000;
@@ -53,12 +54,10 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   const MeasuredPeak large = measure((folder / "large").string(), GetParam());
   const MeasuredPeak tiny = measure((folder / "tiny").string(), GetParam());
   const double taken = large.peak - tiny.peak;
-  const double planned = large.planned - tiny.planned;
-  RecordProperty("planned_mib", std::to_string(planned / 1048576));
+  RecordProperty("planned_mib", std::to_string(large.planned / 1048576));
   RecordProperty("taken_mib", std::to_string(taken / 1048576));
-  std::cout << "planned " << planned / 1048576 << " MiB, taken " << taken / 1048576 << " MiB\n";
-  EXPECT_GT(planned, 140e6);
-  EXPECT_NEAR(taken, planned, 0.05 * planned);
+  EXPECT_GT(large.planned, 200e6);
+  EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
 }
 
 // Optimizer states in host memory, and all of them on the device.
@@ -79,6 +78,9 @@ Footprint footprint(size_t wanted_threads) {
   return {resident_bytes(), thread_count(), open_files()};
 }
 
+// Allocators settle within a few rounds; one engine of these tests alone would be more.
+constexpr double kKept = 512 * 1024;
+
 // Runs `round` 20 times; what is there after the last is what was there after the second.
 void expect_no_growth(const std::function<void()>& round) {
   Footprint second;
@@ -90,7 +92,7 @@ void expect_no_growth(const std::function<void()>& round) {
   EXPECT_EQ(last.threads, second.threads);
   EXPECT_EQ(last.files, second.files);
   if (!memory_is_instrumented()) {
-    EXPECT_LE(static_cast<double>(last.bytes), 1.01 * static_cast<double>(second.bytes));
+    EXPECT_LE(static_cast<double>(last.bytes), 1.01 * static_cast<double>(second.bytes) + kKept);
   }
 }
 

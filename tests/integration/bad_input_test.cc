@@ -93,7 +93,7 @@ std::vector<BadModel> bad_models() {
   return {
       {"no_config",
        [](const fs::path& f) { fs::remove(f / "config.json"); },
-       ErrorCode::kIo,
+       kData,
        {"config.json"}},
       {"missing_field",
        edit_config([](auto& c) { c.erase("hidden_size"); }),

@@ -18,15 +18,15 @@ extern char** environ;
 namespace orlop::test {
 namespace {
 
-// A figure of /proc/self/status in KiB.
-size_t status_bytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  std::string name;
-  while (status >> name) {
+// A figure that the file states in KiB.
+size_t field_bytes(const char* path, const std::string& field) {
+  std::ifstream file(path);
+  std::string word;
+  while (file >> word) {
     size_t kib = 0;
-    if (name == field && status >> kib) return kib * 1024;
+    if (word == field && file >> kib) return kib * 1024;
   }
-  fail(ErrorCode::kInternal, "/proc/self/status has no {}", field);
+  fail(ErrorCode::kInternal, "'{}' has no {}", path, field);
 }
 
 size_t entries(const char* folder) {
@@ -98,8 +98,9 @@ int ChildProcess::wait() {
   return *status_;
 }
 
-size_t resident_bytes() { return status_bytes("VmRSS:"); }
-size_t peak_resident_bytes() { return status_bytes("VmHWM:"); }
+// status counts in steps; smaps_rollup is exact.
+size_t resident_bytes() { return field_bytes("/proc/self/smaps_rollup", "Rss:"); }
+size_t peak_resident_bytes() { return field_bytes("/proc/self/status", "VmHWM:"); }
 size_t thread_count() { return entries("/proc/self/task"); }
 size_t open_files() { return entries("/proc/self/fd"); }
 
