@@ -95,8 +95,10 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
   pinned_ = std::make_unique<PinnedMemory>();
   clock_ = std::make_unique<DeviceClock>();
   make_queues(options);
-  ops_ = std::make_unique<CudaOps>(CudaOpsOptions{
-      .deterministic_attention = options.deterministic_attention, .autotune = options.autotune});
+  ops_ = std::make_unique<CudaOps>(
+      CudaOpsOptions{.device = device_,
+                     .deterministic_attention = options.deterministic_attention,
+                     .autotune = options.autotune});
   warm_up();
   measure(options, free_before);
   log_info("GPU {}: {}, {} of {} usable, overhead {}, workspace {}, attention: {}", device_,

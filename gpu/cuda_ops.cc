@@ -36,7 +36,9 @@ constexpr int64_t kHeadChunkRows = 8192;
 }  // namespace
 
 CudaOps::CudaOps(const CudaOpsOptions& options)
-    : matmul_(options.autotune), attention_(options.deterministic_attention) {}
+    : device_(options.device),
+      matmul_(options.autotune),
+      attention_(options.deterministic_attention) {}
 
 void CudaOps::matmul(Queue& queue, const MatmulArgs& args) {
   const Issue issue(queue, "matmul");
@@ -69,6 +71,7 @@ void CudaOps::rope(Queue& queue, const RopeArgs& args) {
 }
 
 size_t CudaOps::attention_workspace_bytes(const AttentionShape& shape) const {
+  const DeviceScope scope(device_);  // may build cuDNN's graphs
   return attention_.workspace_bytes(shape);
 }
 

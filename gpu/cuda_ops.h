@@ -9,6 +9,7 @@
 namespace orlop {
 
 struct CudaOpsOptions {
+  int device = 0;
   bool deterministic_attention = true;
   bool autotune = false;
 };
@@ -46,6 +47,7 @@ class CudaOps final : public Ops {
   std::string attention_description() const { return attention_.description(); }
 
  private:
+  int device_;
   CublasMatmul matmul_;
   Attention attention_;
 };

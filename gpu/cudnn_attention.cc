@@ -15,9 +15,9 @@
 namespace orlop {
 namespace {
 
-// Above it the deterministic backward pass of cuDNN 9.14 wrote NaN on an H100; the plain kernels take over.
+// Above it the deterministic backward pass of cuDNN 9.14 wrote NaN on an H100; the plain kernels
+// take over.
 constexpr int64_t kMaxHeadDim = 128;
-
 
 // Deterministic backward keeps a (heads, length, length) matrix of 2 bytes per sequence. A call is
 // cut into pieces, first of whole sequences, then of heads, so that a piece stays below this limit

@@ -92,6 +92,20 @@ static __global__ void __launch_bounds__(kColumnLanes* kColumnRows)
   }
 }
 
+// Adds the slices of partial (kSums, slices, cols) to args.sums; a null one is dropped.
+template <int kSums>
+void finish_column_sums(const float* partial, int64_t slices, const ColumnSumArgs& args,
+                        cudaStream_t stream) {
+  const dim3 block(kColumnLanes, kColumnRows);
+  const auto blocks = static_cast<unsigned>(ceil_div(args.cols, kColumnLanes));
+  for (int k = 0; k < kSums; ++k) {
+    if (args.sums[k] == nullptr) continue;
+    column_finish_kernel<<<blocks, block, 0, stream>>>(partial + k * slices * args.cols, slices,
+                                                       args.cols, args.sums[k]);
+    ORLOP_CUDA_LAUNCHED("column_finish_kernel");
+  }
+}
+
 // Terms: kSums (1 or 2) and operator()<N>(item, col, first (&)[N], second (&)[N]), which adds the
 // terms of N columns from `col` on. kWide columns per thread when args.vectors is set, else one.
 // `workspace` holds column_sum_workspace_bytes().
@@ -113,13 +127,7 @@ void column_sum(const Terms& terms, const ColumnSumArgs& args, void* workspace,
         <<<grid(1), block, 0, stream>>>(terms, args.items, args.cols, partial);
   }
   ORLOP_CUDA_LAUNCHED("column_slice_kernel");
-  for (int k = 0; k < Terms::kSums; ++k) {
-    if (args.sums[k] == nullptr) continue;
-    const auto blocks = static_cast<unsigned>(ceil_div(args.cols, kColumnLanes));
-    column_finish_kernel<<<blocks, block, 0, stream>>>(partial + k * slices * args.cols, slices,
-                                                       args.cols, args.sums[k]);
-    ORLOP_CUDA_LAUNCHED("column_finish_kernel");
-  }
+  finish_column_sums<Terms::kSums>(partial, slices, args, stream);
 }
 
 }  // namespace orlop::kernels

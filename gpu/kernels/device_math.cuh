@@ -75,17 +75,34 @@ __device__ __forceinline__ void load(const T* p, T (&out)[N]) {
     for (int i = 0; i < kPiece; ++i) out[begin + i] = elements[i];
   }
 }
+__device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ uint32_t bits_of(bf16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ uint32_t bits_of(fp16 x) { return __half_as_ushort(x); }
+__device__ __forceinline__ uint32_t bits_of(uint16_t x) { return x; }
+
+// The elements go into whole words first: stores of structures of 16-bit elements are split
+// otherwise.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* p, const T (&in)[N]) {
-  constexpr int kPiece = N * sizeof(T) > 16 ? kVector<T> : N;
-  using Raw = typename RawBytes<kPiece * sizeof(T)>::Type;
+  if constexpr (N == 1) {
+    *p = in[0];
+  } else {
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    constexpr int kWords = N / kPerWord;
+    static_assert(N % kPerWord == 0 && (kWords <= 2 || kWords % 4 == 0));
+    uint32_t words[kWords];
 #pragma unroll
-  for (int begin = 0; begin < N; begin += kPiece) {
-    Raw raw;
-    T* elements = reinterpret_cast<T*>(&raw);
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = bits_of(in[i * kPerWord]);
+      if constexpr (kPerWord == 2) words[i] |= bits_of(in[i * kPerWord + 1]) << 16;
+    }
+    if constexpr (kWords == 1) *reinterpret_cast<uint32_t*>(p) = words[0];
+    if constexpr (kWords == 2) __stwb(reinterpret_cast<uint2*>(p), make_uint2(words[0], words[1]));
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) elements[i] = in[begin + i];
-    *reinterpret_cast<Raw*>(p + begin) = raw;
+    for (int i = 0; i + 4 <= kWords; i += 4) {
+      __stwb(reinterpret_cast<uint4*>(p) + i / 4,
+             make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]));
+    }
   }
 }
 template <typename T, int N>

@@ -53,10 +53,10 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
     check(token >= 0 && token < vocab_size_, ErrorCode::kInvalidData,
           "micro-batch {}: token id {} at position {} is outside the vocabulary of {}", index, token, row,
           vocab_size_);
-    check(label < vocab_size_, ErrorCode::kInvalidData,
-          "micro-batch {}: label {} at position {} is outside the vocabulary of {}", index, label, row,
-          vocab_size_);
-    if (label >= 0) ++labelled_tokens_;
+    check(label == kIgnoredLabel || (label >= 0 && label < vocab_size_), ErrorCode::kInvalidData,
+          "micro-batch {}: label {} at position {} is outside the vocabulary of {} and not {} (ignored)",
+          index, label, row, vocab_size_, kIgnoredLabel);
+    if (label != kIgnoredLabel) ++labelled_tokens_;
   }
   std::memcpy(host + at_.tokens, batch.tokens.data(), batch.tokens.size() * sizeof(int32_t));
   std::memcpy(host + at_.labels, batch.labels.data(), batch.labels.size() * sizeof(int32_t));
@@ -74,12 +74,13 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
   }
   int32_t* positions = ints(host, at_.positions);
   for (int64_t s = 0; s < sequences_; ++s) {
-    const int64_t length = cu_seqlens[s + 1] - cu_seqlens[s];
-    check(length >= 1 && length <= max_positions_ && length <= sequence_length_,
+    const int64_t end = cu_seqlens[s + 1];
+    const int64_t length = end - cu_seqlens[s];
+    check(length >= 1 && length <= max_positions_ && length <= sequence_length_ && end <= rows_,
           ErrorCode::kInvalidData,
-          "micro-batch {}: document {} has {} tokens; the model allows {}, the configured sequence "
-          "length is {}",
-          index, s, length, max_positions_, sequence_length_);
+          "micro-batch {}: document {} has {} tokens up to {} of {}; the model allows {}, the configured "
+          "sequence length is {}",
+          index, s, length, end, rows_, max_positions_, sequence_length_);
     for (int64_t i = 0; i < length; ++i) positions[cu_seqlens[s] + i] = static_cast<int32_t>(i);
   }
   token_runs_ = sort_runs(ints(host, at_.tokens), vocab_size_, host, at_.token_rows,

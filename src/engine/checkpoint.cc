@@ -16,7 +16,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kStatesFile = "optim/rank-0.safetensors";
-constexpr int64_t kPieceElements = int64_t{1} << 20;
+constexpr int64_t kPieceElements = int64_t{1} << 18;
 constexpr std::array<std::pair<Plane, const char*>, 3> kPlanes = {
     {{Plane::kMaster, ".master"}, {Plane::kExpAvg, ".exp_avg"}, {Plane::kExpAvgSq, ".exp_avg_sq"}}};
 
@@ -51,25 +51,22 @@ void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateSto
   std::vector<uint16_t> halves;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     const int index = static_cast<int>(param);
-    const StatePlanes& planes = states.planes(index);
-    states.with_states(index, false, [&](const std::byte* base) {
-      for (const Segment& segment : layout.flat_params[param].segments) {
-        for (const auto& [plane, suffix] : kPlanes) {
-          const DType dtype = stored_dtype(plane, planes.moment_dtype);
-          const std::string name = segment.name + suffix;
-          for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-            read_plane(planes, base, which, segment.offset + first, values);
-            std::span<const std::byte> bytes = std::as_bytes(values);
-            if (dtype == DType::kBF16) {
-              halves.resize(values.size());
-              std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
-              bytes = std::as_bytes(std::span(halves));
-            }
-            writer.write(name, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
-          });
-        }
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for (const auto& [plane, suffix] : kPlanes) {
+        const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
+        const std::string name = segment.name + suffix;
+        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
+          states.read(index, which, segment.offset + first, values);
+          std::span<const std::byte> bytes = std::as_bytes(values);
+          if (dtype == DType::kBF16) {
+            halves.resize(values.size());
+            std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
+            bytes = std::as_bytes(std::span(halves));
+          }
+          writer.write(name, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
+        });
       }
-    });
+    }
   }
 }
 
@@ -121,27 +118,32 @@ void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>&
 void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
   std::vector<uint16_t> halves;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    const StatePlanes& planes = states.planes(index);
-    states.with_states(index, true, [&](std::byte* base) {
-      for (const Segment& segment : layout.flat_params[param].segments) {
-        for (const auto& [plane, suffix] : kPlanes) {
-          const TensorInfo& tensor = reader.at(segment.name + suffix);
-          for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-            const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
-            if (tensor.dtype == DType::kBF16) {
-              halves.resize(values.size());
-              reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
-              std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
-            } else {
-              reader.read(tensor, offset, std::as_writable_bytes(values));
-            }
-            write_plane(planes, base, which, segment.offset + first, values);
-          });
-        }
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for (const auto& [plane, suffix] : kPlanes) {
+        const TensorInfo& tensor = reader.at(segment.name + suffix);
+        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
+          const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
+          if (tensor.dtype == DType::kBF16) {
+            halves.resize(values.size());
+            reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
+            std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
+          } else {
+            reader.read(tensor, offset, std::as_writable_bytes(values));
+          }
+          states.write(static_cast<int>(param), which, segment.offset + first, values);
+        });
       }
-    });
+    }
   }
+}
+
+// Those of a run that was left behind by going back to an older checkpoint. They do not push out what
+// was just written.
+size_t newer_checkpoints(const fs::path& root, int64_t step) {
+  const std::vector<CheckpointEntry> entries = list_checkpoints(root);
+  return static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [&](const CheckpointEntry& entry) {
+    return entry.step > step;
+  }));
 }
 
 }  // namespace
@@ -162,7 +164,7 @@ fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& lay
   manifest.state = to_json(training);
   manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
   const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, keep);
+  prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
   return complete;
 }
 

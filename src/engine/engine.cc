@@ -120,10 +120,7 @@ class Engine::Impl {
         if (segment == nullptr) continue;
         check(static_cast<int64_t>(values.size()) == segment->numel, ErrorCode::kUsage,
               "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel, values.size());
-        const int index = static_cast<int>(param);
-        session_.states().with_states(index, false, [&](std::byte* base) {
-          read_plane(session_.states().planes(index), base, plane, segment->offset, values);
-        });
+        session_.states().read(static_cast<int>(param), plane, segment->offset, values);
         return 0;
       }
       fail(ErrorCode::kUsage, "read_state: the model has no tensor '{}'", tensor);

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <span>
 #include <thread>
 #include <vector>
 
-#include "base/bytes.h"
 #include "engine/model_files.h"
 
 namespace orlop {
@@ -53,44 +53,44 @@ float constant_of(TensorRole role, bool& is_constant) {
   }
 }
 
-void init_piece(const StatePlanes& planes, std::byte* base, const Segment& segment, int64_t first,
-                uint64_t key) {
-  std::vector<float> values(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) + 1);
+// Elements [first, first + values.size()) of a segment; `first` is even.
+void fill_values(const Segment& segment, int64_t first, uint64_t key, std::span<float> values) {
   bool is_constant = false;
   const float constant = constant_of(segment.role, is_constant);
-  for (size_t i = 0; i + 1 < values.size(); i += 2) {
-    if (is_constant) {
-      values[i] = values[i + 1] = constant;
-    } else {
-      normal_pair(key + (static_cast<uint64_t>(first) + i) * 0x9e3779b97f4a7c15u, values[i], values[i + 1]);
-    }
+  if (is_constant) {
+    std::fill(values.begin(), values.end(), constant);
+    return;
   }
-  values.pop_back();
-  write_plane(planes, base, Plane::kMaster, segment.offset + first, values);
+  for (size_t i = 0; i < values.size(); i += 2) {
+    float unused = 0;
+    normal_pair(key + (static_cast<uint64_t>(first) + i) * 0x9e3779b97f4a7c15u, values[i],
+                i + 1 < values.size() ? values[i + 1] : unused);
+  }
 }
 
 }  // namespace
 
 void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateStore& states) {
+  states.clear();
   uint64_t stream = mixed(seed + 1);
+  std::vector<float> values;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    const StatePlanes& planes = states.planes(index);
-    states.with_states(index, true, [&](std::byte* base) {
-      for (const Segment& segment : layout.flat_params[param].segments) {
-        stream = mixed(stream + 1);
-        const int64_t pieces = ceil_div(segment.numel, kPieceElements);
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      stream = mixed(stream + 1);
+      for (int64_t first = 0; first < segment.numel; first += threads * kPieceElements) {
+        values.resize(static_cast<size_t>(std::min(threads * kPieceElements, segment.numel - first)));
         std::vector<std::thread> team;
-        for (int worker = 0; worker < threads; ++worker) {
-          team.emplace_back([&, worker] {
-            for (int64_t piece = worker; piece < pieces; piece += threads) {
-              init_piece(planes, base, segment, piece * kPieceElements, stream);
-            }
+        for (size_t begin = 0; begin < values.size(); begin += kPieceElements) {
+          const size_t count = std::min(values.size() - begin, static_cast<size_t>(kPieceElements));
+          team.emplace_back([&, begin, count] {
+            fill_values(segment, first + static_cast<int64_t>(begin), stream,
+                        std::span(values).subspan(begin, count));
           });
         }
         for (std::thread& member : team) member.join();
+        states.write(static_cast<int>(param), Plane::kMaster, segment.offset + first, values);
       }
-    });
+    }
   }
 }
 

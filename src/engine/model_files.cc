@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kPieceElements = int64_t{1} << 20;
+constexpr int64_t kPieceElements = int64_t{1} << 18;
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
@@ -108,22 +108,18 @@ void copy_other_files(const fs::path& model_dir, const fs::path& out_dir) {
 void load_weights(const fs::path& model_dir, const ModelLayout& layout, StateStore& states) {
   const SafetensorsReader reader(model_dir);
   check_no_unknown_tensor(reader, layout);
+  states.clear();
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    const StatePlanes& planes = states.planes(index);
-    states.with_states(index, true, [&](std::byte* base) {
-      std::fill_n(base, planes.bytes, std::byte{0});
-      for (const Segment& segment : layout.flat_params[param].segments) {
-        const TensorInfo& tensor = find_tensor(reader, layout, segment, model_dir);
-        read_pieces(reader, tensor, [&](int64_t first, std::span<const float> values) {
-          const auto bad = std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
-          check(bad == values.end(), ErrorCode::kInvalidData, "'{}': tensor '{}' is {} at element {}",
-                reader.files()[tensor.file_index].string(), tensor.name,
-                bad == values.end() ? 0.0f : *bad, first + (bad - values.begin()));
-          write_plane(planes, base, Plane::kMaster, segment.offset + first, values);
-        });
-      }
-    });
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      const TensorInfo& tensor = find_tensor(reader, layout, segment, model_dir);
+      read_pieces(reader, tensor, [&](int64_t first, std::span<const float> values) {
+        const auto bad = std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
+        check(bad == values.end(), ErrorCode::kInvalidData, "'{}': tensor '{}' is {} at element {}",
+              reader.files()[tensor.file_index].string(), tensor.name,
+              bad == values.end() ? 0.0f : *bad, first + (bad - values.begin()));
+        states.write(static_cast<int>(param), Plane::kMaster, segment.offset + first, values);
+      });
+    }
   }
 }
 
@@ -144,17 +140,14 @@ void export_weights(const fs::path& model_dir, const fs::path& out_dir, const Mo
   std::vector<std::byte> piece;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     const int index = static_cast<int>(param);
-    const StatePlanes& planes = states.planes(index);
-    const size_t element = dtype_bytes(planes.compute_dtype);
-    states.with_states(index, false, [&](const std::byte* base) {
-      for (const Segment& segment : layout.flat_params[param].segments) {
-        for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
-          piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) * element);
-          read_compute_copy(planes, base, segment.offset + first, piece);
-          writer.write(segment.name, static_cast<size_t>(first) * element, piece);
-        }
+    const size_t element = dtype_bytes(states.planes(index).compute_dtype);
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
+        piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) * element);
+        states.read_compute_copy(index, segment.offset + first, piece);
+        writer.write(segment.name, static_cast<size_t>(first) * element, piece);
       }
-    });
+    }
   }
   writer.finish();
   copy_other_files(model_dir, out_dir);

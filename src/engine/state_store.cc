@@ -1,6 +1,17 @@
 #include "engine/state_store.h"
 
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.h"
+
 namespace orlop {
+namespace {
+
+// What passes through staging at once: 14 bytes per element at most.
+constexpr int64_t kStagedElements = int64_t{1} << 18;
+
+}  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
                        std::byte* device_arena, std::byte* host_arena)
@@ -16,25 +27,87 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
 }
 
 std::byte* StateStore::host_states(int param) const {
-  const Home& home = homes_[static_cast<size_t>(param)];
-  return home.tier == Tier::kHost ? home.address : nullptr;
+  return home(param).tier == Tier::kHost ? home(param).address : nullptr;
 }
 
-void StateStore::with_states(int param, bool write, const std::function<void(std::byte*)>& use) {
-  const Home& home = homes_[static_cast<size_t>(param)];
+void StateStore::clear() {
+  Queue& queue = backend_.queue(QueueKind::kUpload);
+  for (const Home& home : homes_) {
+    if (home.tier == Tier::kHost) {
+      std::memset(home.address, 0, home.planes.bytes);
+    } else {
+      queue.fill_zero(home.address, home.planes.bytes);
+    }
+  }
+  queue.synchronize();
+}
+
+void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> values) {
+  const Home& home = this->home(param);
   if (home.tier == Tier::kHost) {
-    use(home.address);
+    read_plane(home.planes, home.address, plane, offset, values);
     return;
   }
-  staging_.resize(home.planes.bytes);
-  Queue& offload = backend_.queue(QueueKind::kOffload);
-  offload.offload(staging_.data(), home.address, home.planes.bytes);
-  offload.synchronize();
-  use(staging_.data());
-  if (!write) return;
-  Queue& upload = backend_.queue(QueueKind::kUpload);
-  upload.upload(home.address, staging_.data(), home.planes.bytes);
-  upload.synchronize();
+  check_range(home.planes, offset, values.size());
+  Queue& queue = backend_.queue(QueueKind::kOffload);
+  while (!values.empty()) {
+    const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
+    const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
+                                            home.planes.moment_dtype);
+    staging_.resize(std::max(staging_.size(), staged.bytes));
+    const std::vector<PlanePart> from = plane_parts(home.planes, plane);
+    const std::vector<PlanePart> to = plane_parts(staged, plane);
+    for (size_t part = 0; part < to.size(); ++part) {
+      const size_t element = to[part].element_bytes;
+      queue.offload(staging_.data() + to[part].offset,
+                    home.address + from[part].offset + static_cast<size_t>(offset) * element,
+                    count * element);
+    }
+    queue.synchronize();
+    read_plane(staged, staging_.data(), plane, 0, values.first(count));
+    values = values.subspan(count);
+    offset += static_cast<int64_t>(count);
+  }
+}
+
+void StateStore::write(int param, Plane plane, int64_t offset, std::span<const float> values) {
+  const Home& home = this->home(param);
+  if (home.tier == Tier::kHost) {
+    write_plane(home.planes, home.address, plane, offset, values);
+    return;
+  }
+  check_range(home.planes, offset, values.size());
+  Queue& queue = backend_.queue(QueueKind::kUpload);
+  while (!values.empty()) {
+    const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
+    const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
+                                            home.planes.moment_dtype);
+    staging_.resize(std::max(staging_.size(), staged.bytes));
+    write_plane(staged, staging_.data(), plane, 0, values.first(count));
+    const std::vector<PlanePart> from = plane_parts(staged, plane);
+    const std::vector<PlanePart> to = plane_parts(home.planes, plane);
+    for (size_t part = 0; part < to.size(); ++part) {
+      const size_t element = to[part].element_bytes;
+      queue.upload(home.address + to[part].offset + static_cast<size_t>(offset) * element,
+                   staging_.data() + from[part].offset, count * element);
+    }
+    queue.synchronize();
+    values = values.subspan(count);
+    offset += static_cast<int64_t>(count);
+  }
+}
+
+void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byte> out) {
+  const Home& home = this->home(param);
+  if (home.tier == Tier::kHost) {
+    orlop::read_compute_copy(home.planes, home.address, offset, out);
+    return;
+  }
+  const size_t element = dtype_bytes(home.planes.compute_dtype);
+  check_range(home.planes, offset, out.size() / element);
+  Queue& queue = backend_.queue(QueueKind::kOffload);
+  queue.offload(out.data(), home.address + static_cast<size_t>(offset) * element, out.size());
+  queue.synchronize();
 }
 
 }  // namespace orlop

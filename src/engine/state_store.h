@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <span>
 #include <vector>
 
@@ -11,8 +10,9 @@
 
 namespace orlop {
 
-// The states of every FlatParam, wherever the plan put them, as host memory for whoever loads, saves or
-// reads them between steps. What lives on the device is copied to a staging buffer meanwhile.
+// The states of every FlatParam, wherever the plan put them, for whoever loads, saves or reads them
+// between steps. What lives on the device passes through a small staging buffer. Used by one thread at a
+// time, which makes sure that no update is running.
 class StateStore {
  public:
   StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, std::byte* device_arena,
@@ -23,9 +23,16 @@ class StateStore {
   // The state buffer of a FlatParam that the host updates; null for one that lives on the device.
   std::byte* host_states(int param) const;
 
-  // Calls use(states) with one FlatParam's state buffer in host memory. With `write`, changes reach the
-  // device before the call returns. The caller makes sure that no update is running.
-  void with_states(int param, bool write, const std::function<void(std::byte* states)>& use);
+  // Masters, moments and gaps become zero.
+  void clear();
+
+  // Elements [offset, offset + values.size()) of one plane, as read_plane() and write_plane() give and
+  // take them.
+  void read(int param, Plane plane, int64_t offset, std::span<float> values);
+  void write(int param, Plane plane, int64_t offset, std::span<const float> values);
+
+  // Elements from `offset` on in the compute dtype.
+  void read_compute_copy(int param, int64_t offset, std::span<std::byte> out);
 
  private:
   struct Home {
@@ -33,6 +40,8 @@ class StateStore {
     Tier tier = Tier::kHost;
     std::byte* address = nullptr;
   };
+
+  const Home& home(int param) const { return homes_[static_cast<size_t>(param)]; }
 
   Backend& backend_;
   std::vector<Home> homes_;

@@ -18,12 +18,12 @@ const T* plane_at(const std::byte* base, size_t plane_bytes, int64_t offset) {
   return reinterpret_cast<const T*>(base + plane_bytes) + offset;
 }
 
+}  // namespace
+
 void check_range(const StatePlanes& planes, int64_t offset, size_t count) {
   check(offset >= 0 && offset + static_cast<int64_t>(count) <= planes.numel, ErrorCode::kInternal,
         "state access of elements {} + {} in a FlatParam of {}", offset, count, planes.numel);
 }
-
-}  // namespace
 
 StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype) {
   StatePlanes planes;
@@ -103,6 +103,16 @@ void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_
   }
   uint16_t* moments = plane_at<uint16_t>(base, start, offset);
   for (size_t i = 0; i < values.size(); ++i) moments[i] = float_to_bf16(values[i]);
+}
+
+std::vector<PlanePart> plane_parts(const StatePlanes& planes, Plane plane) {
+  const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
+  if (plane == Plane::kExpAvg) return {{planes.exp_avg, moment_bytes}};
+  if (plane == Plane::kExpAvgSq) return {{planes.exp_avg_sq, moment_bytes}};
+  const PlanePart copy{0, dtype_bytes(planes.compute_dtype)};
+  if (planes.compute_dtype == DType::kBF16) return {copy, {planes.lo, sizeof(uint16_t)}};
+  if (planes.compute_dtype == DType::kF16) return {copy, {planes.master, sizeof(float)}};
+  return {copy};
 }
 
 std::vector<DecayRun> decay_runs(const FlatParamLayout& layout) {

@@ -28,6 +28,9 @@ struct StatePlanes {
 
 StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype);
 
+// Throws Error(kInternal) when [offset, offset + count) leaves the FlatParam.
+void check_range(const StatePlanes& planes, int64_t offset, size_t count);
+
 enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 
 // Elements [offset, offset + values.size()) of one plane of the state buffer `base`, as fp32.
@@ -39,6 +42,15 @@ void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, i
 // such a moment survive exactly.
 void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_t offset,
                  std::span<const float> values);
+
+// The arrays of a state buffer that a plane consists of: where each starts, and bytes per element.
+struct PlanePart {
+  size_t offset = 0;
+  size_t element_bytes = 0;
+};
+
+// Master: also the compute copy, which is written with it.
+std::vector<PlanePart> plane_parts(const StatePlanes& planes, Plane plane);
 
 // A run of elements of a FlatParam with one weight-decay setting.
 struct DecayRun {

@@ -57,18 +57,25 @@ class Planner {
         params_(static_cast<int>(input.layout.flat_params.size())) {}
 
   PlannedStep run() {
-    PlacementPlan placement = smallest_placement(input_, wanted_);
-    require_fit(placement);
-    if (!wanted_.wave) grow(placement, 2, input_.micro_batches, [](PlacementPlan& p, int n) { p.wave = n; });
-    if (!wanted_.prefetch_depth) {
-      grow(placement, 1, kUsualPrefetch, [](PlacementPlan& p, int n) { p.prefetch_depth = n; });
+    std::optional<PlacementPlan> best;
+    double best_seconds = 0;
+    for (const PlacementPlan& start : starts()) {
+      PlacementPlan base = start;
+      if (!fits(base) && !make_room_on_host(base)) continue;
+      if (!wanted_.prefetch_depth) {
+        grow(base, 1, kUsualPrefetch, [](PlacementPlan& p, int n) { p.prefetch_depth = n; });
+      }
+      for (const bool weights_first : {true, false}) {
+        const PlacementPlan candidate = spend(base, weights_first);
+        const double time = seconds(candidate);
+        if (!best || time < best_seconds) {
+          best = candidate;
+          best_seconds = time;
+        }
+      }
     }
-    if (!wanted_.activations_on_device) {
-      grow(placement, 1, 1, [](PlacementPlan& p, int) { p.activations_on_device = true; });
-    }
-    const PlacementPlan weights_first = spend(placement, true);
-    const PlacementPlan shards_first = spend(placement, false);
-    PlannedStep planned = build(seconds(shards_first) < seconds(weights_first) ? shards_first : weights_first);
+    if (!best) refuse();
+    PlannedStep planned = build(*best);
     plan_check(input_, planned.placement, planned.train, true);
     plan_check(input_, planned.placement, planned.eval, false);
     return planned;
@@ -95,11 +102,55 @@ class Planner {
     return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
   }
 
-  void require_fit(const PlacementPlan& placement) const {
-    const PlannedStep planned = build(placement);
-    const size_t device = device_need(planned);
-    const size_t host = host_need(planned);
-    if (device <= budgets_.device_bytes && host <= budgets_.host_bytes) return;
+  // Every combination of wave and home of the block inputs that `wanted` leaves open, with nothing resident:
+  // long waves cross the link less often, short ones hold fewer block inputs but park gradients.
+  std::vector<PlacementPlan> starts() const {
+    const int all = input_.micro_batches;
+    std::vector<int> waves = {all};
+    if (all > 2) waves.push_back((all + 1) / 2);
+    if (all > 1) waves.push_back(1);
+    if (wanted_.wave) waves = {*wanted_.wave};
+    std::vector<bool> homes = {true, false};
+    if (wanted_.activations_on_device) homes = {*wanted_.activations_on_device};
+    std::vector<PlacementPlan> plans;
+    for (const int wave : waves) {
+      for (const bool on_device : homes) {
+        plans.push_back(smallest_placement(input_, wanted_));
+        plans.back().wave = wave;
+        plans.back().activations_on_device = on_device;
+      }
+    }
+    return plans;
+  }
+
+  // Moves the fewest optimizer shards to the device that let the rest fit into host memory.
+  bool make_room_on_host(PlacementPlan& placement) const {
+    if (wanted_.device_optimizer_blocks || input_.device_is_host) return false;
+    for (int count = 1; count <= params_; ++count) {
+      PlacementPlan candidate = placement;
+      set_device_optimizer(candidate, count);
+      if (!fits(candidate)) continue;
+      placement = candidate;
+      return true;
+    }
+    return false;
+  }
+
+  // Throws with the needs of the start that is short by the least.
+  [[noreturn]] void refuse() const {
+    size_t least = SIZE_MAX;
+    size_t device = 0;
+    size_t host = 0;
+    const auto shortage = [](size_t need, size_t budget) { return need > budget ? need - budget : 0; };
+    for (const PlacementPlan& start : starts()) {
+      const PlannedStep planned = build(start);
+      const size_t total = shortage(device_need(planned), budgets_.device_bytes) +
+                           shortage(host_need(planned), budgets_.host_bytes);
+      if (total >= least) continue;
+      least = total;
+      device = device_need(planned);
+      host = host_need(planned);
+    }
     std::string text = "the training step does not fit:";
     const auto line = [&](const char* tier, size_t need, size_t budget, const char* remedy) {
       if (need <= budget) return;

@@ -26,17 +26,32 @@ class DeviceData {
   }
   template <typename T>
   T* put(const std::vector<T>& host) {
-    std::byte* out = take(host.size() * sizeof(T));
-    queue().upload(out, host.data(), host.size() * sizeof(T));
+    return reinterpret_cast<T*>(put_bytes(host.data(), host.size() * sizeof(T)));
+  }
+  // `bytes` of host memory, `offset` bytes behind an aligned address.
+  std::byte* put_bytes(const void* host, size_t bytes, size_t offset = 0) {
+    std::byte* out = take(bytes + offset) + offset;
+    queue().upload(out, host, bytes);
     queue().synchronize();
-    return reinterpret_cast<T*>(out);
+    return out;
+  }
+  // `bytes` in which the period comes again and again.
+  template <typename T>
+  std::byte* repeated(const std::vector<T>& period, size_t bytes) {
+    std::byte* out = take(bytes);
+    const size_t period_bytes = period.size() * sizeof(T);
+    queue().upload(out, period.data(), std::min(bytes, period_bytes));
+    for (size_t done = period_bytes; done < bytes;) {
+      const size_t part = std::min(done, bytes - done);
+      queue().copy_on_device(out + done, out, part);
+      done += part;
+    }
+    queue().synchronize();
+    return out;
   }
   // All bits set: NaN in every floating dtype.
   std::byte* poisoned(size_t bytes) {
-    std::byte* out = take(bytes);
-    const std::vector<uint8_t> ones(std::min(bytes, kMiB), 0xff);
-    repeat(out, ones, bytes);
-    return out;
+    return repeated(std::vector<uint8_t>(std::min(bytes, kMiB), 0xff), bytes);
   }
   // bf16 values in (-deviation, deviation) that repeat after 2^20 + 7 elements.
   std::byte* random_bf16(int64_t numel, float deviation, uint64_t seed) {
@@ -47,9 +62,7 @@ class DeviceData {
       const float unit = static_cast<float>(state >> 40) * 0x1p-23f - 1.0f;
       value = float_to_bf16(unit * deviation);
     }
-    std::byte* out = take(static_cast<size_t>(numel) * 2);
-    repeat(out, period, static_cast<size_t>(numel) * 2);
-    return out;
+    return repeated(period, static_cast<size_t>(numel) * 2);
   }
   template <typename T>
   std::vector<T> get(const void* device, size_t count) {
@@ -59,19 +72,15 @@ class DeviceData {
     return out;
   }
 
- private:
   template <typename T>
-  void repeat(std::byte* device, const std::vector<T>& period, size_t bytes) {
-    const size_t period_bytes = period.size() * sizeof(T);
-    queue().upload(device, period.data(), std::min(bytes, period_bytes));
-    for (size_t done = period_bytes; done < bytes;) {
-      const size_t part = std::min(done, bytes - done);
-      queue().copy_on_device(device + done, device, part);
-      done += part;
-    }
-    queue().synchronize();
+  T get_one(const T* device) {
+    return get<T>(device, 1)[0];
   }
 
+  // Hands the arena out from its begin again.
+  void reset() { used_ = 0; }
+
+ private:
   size_t used_ = 0;
 };
 

@@ -159,7 +159,7 @@ TEST_F(GpuBackend, RegistrationThatIsRefusedNamesAmountsAndLeavesNothing) {
   const std::string error =
       error_of([&] { backend().register_host_memory(buffer->as(), 2 * kMiB); });
   EXPECT_THAT(error, HasSubstr(code(ErrorCode::kOutOfMemory)));
-  EXPECT_THAT(error, HasSubstr("2.00 MiB asked for"));
+  EXPECT_THAT(error, HasSubstr(format_bytes(2 * kMiB) + " asked for"));
   EXPECT_THAT(error, HasSubstr("pinned before"));
   backend().register_host_memory(buffer->as() + 1 * kMiB, 1 * kMiB);
   EXPECT_THAT(error_of([&] { backend().register_host_memory(buffer->as() + 1, 4096); }),

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <functional>
@@ -48,7 +49,7 @@ std::vector<Variant> variants(const std::string& model) {
   };
   add("least device",
       [model](EngineConfig& c) { c.limits.device_bytes = least_device_bytes(model, c); });
-  for (const size_t percent : {3, 8, 15}) {
+  for (const size_t percent : {3u, 8u, 15u}) {
     add("device budget +" + std::to_string(percent) + " %", [model, percent](EngineConfig& c) {
       const size_t least = least_device_bytes(model, c);
       c.limits.device_bytes = least + least * percent / 100;
@@ -126,7 +127,7 @@ TEST_P(OffloadEqualsResident, ForEveryPlacementAndBudget) {
   resident.placement.wave = 3;
   const RunRecord expected = run_with(resident);
   ASSERT_TRUE(std::isfinite(expected.losses.back()));
-  EXPECT_LT(expected.losses.back(), expected.losses.front() + 0.5) << "the run should train";
+  EXPECT_LE(std::count(expected.skipped.begin(), expected.skipped.end(), true), 5) << "it trains";
   for (const Variant& variant : variants(model())) {
     EngineConfig config = config_;
     variant.change(config);
@@ -142,6 +143,23 @@ INSTANTIATE_TEST_SUITE_P(
                            DType::kBF16},
                       Case{"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}),
     [](const auto& info) { return info.param.name; });
+
+TEST_P(OffloadEqualsResident, InWhatIsExported) {
+  const TempFolder out;
+  std::string expected;
+  for (const int blocks : {0, 5}) {
+    config_.placement.device_optimizer_blocks = blocks;
+    const auto engine = Engine::open(model(), config_);
+    run(*engine, {.until = 2});
+    const std::string folder = (out / std::to_string(blocks)).string();
+    engine->export_hf(folder);
+    const std::string weights = slurp(folder + "/model.safetensors");
+    if (blocks == 0) expected = weights;
+    EXPECT_TRUE(weights == expected) << weights.size() << " bytes";
+    EXPECT_EQ(slurp(folder + "/config.json"), slurp(model() + "/config.json"));
+    EXPECT_NO_THROW(Engine::open(folder, config_));
+  }
+}
 
 // From five threads on the update runs beside the next forward.
 TEST_P(OffloadEqualsResident, ForEveryThreadCount) {

@@ -85,7 +85,7 @@ std::string tiny_config(TinyFamily family, const TinyShape& shape) {
 }
 
 void write_tiny_model(const std::filesystem::path& folder, TinyFamily family,
-                      const TinyShape& shape, uint64_t seed) {
+                      const TinyShape& shape, const EditTensor& edit) {
   std::filesystem::create_directories(folder);
   const std::string config = tiny_config(family, shape);
   spill(folder / "config.json", config);
@@ -97,11 +97,12 @@ void write_tiny_model(const std::filesystem::path& folder, TinyFamily family,
       specs.push_back({segment.name, DType::kF32, segment.shape});
     }
   }
-  std::mt19937_64 random(seed);
+  std::mt19937_64 random(1);
   SafetensorsWriter writer(folder / "model.safetensors", specs, {{"format", "pt"}});
   for (const FlatParamLayout& flat : layout.flat_params) {
     for (const Segment& segment : flat.segments) {
-      const std::vector<float> values = random_weights(segment, random);
+      std::vector<float> values = random_weights(segment, random);
+      if (edit) edit(segment.name, values);
       writer.write(segment.name, 0, std::as_bytes(std::span(values)));
     }
   }

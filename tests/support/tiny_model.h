@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,11 @@ struct TinyShape {
 // The text of a config.json.
 std::string tiny_config(TinyFamily family, const TinyShape& shape = {});
 
-// Writes config.json and model.safetensors (fp32, random, norms near 1) into `folder`.
+// Writes config.json and model.safetensors (fp32, random, norms near 1) into `folder`; `edit` may
+// change any tensor before it is written.
+using EditTensor = std::function<void(const std::string& name, std::vector<float>& values)>;
 void write_tiny_model(const std::filesystem::path& folder, TinyFamily family,
-                      const TinyShape& shape = {}, uint64_t seed = 1);
+                      const TinyShape& shape = {}, const EditTensor& edit = {});
 
 // Writes a token file of `documents` random documents of 1 to 40 tokens with a loss mask.
 void write_tiny_tokens(const std::filesystem::path& path, int64_t vocab, int documents,

@@ -5,6 +5,7 @@
 
 #include "orlop/error.h"
 #include "tests/zero/plan_input.h"
+#include "zero/simulate.h"
 
 namespace orlop {
 namespace {
@@ -31,20 +32,28 @@ TEST(PlacementPlan, EverythingGoesOnTheDeviceWhenItFits) {
   EXPECT_TRUE(planned.placement.activations_on_device);
 }
 
-TEST(PlacementPlan, NeverExceedsABudgetAndUsesMoreWhenGivenMore) {
+TEST(PlacementPlan, NeverExceedsABudgetAndIsNoSlowerWhenGivenMore) {
   const PlanInput input = small_input(8, 4);
   const PlacementPlan lean = smallest_placement(input, {});
   const size_t least = make_train_plan(input, lean).device_bytes;
   const size_t most = device_bytes(input, make_placement(input, {kPlenty, kPlenty}, {}, profile()));
-  size_t before = 0;
+  double before = 1e9;
   for (int i = 0; i <= 10; ++i) {
     const size_t budget = least + (most - least) * static_cast<size_t>(i) / 10;
     const PlannedStep planned = make_placement(input, {budget, kPlenty}, {}, profile());
-    const size_t used = device_bytes(input, planned);
-    EXPECT_LE(used, budget);
-    EXPECT_GE(used + 65536, before);
-    before = used;
+    EXPECT_LE(device_bytes(input, planned), budget);
+    const double seconds = simulate(input, planned.train, profile()).step_seconds;
+    EXPECT_LE(seconds, before * 1.02) << "budget " << budget;
+    before = seconds;
   }
+}
+
+TEST(PlacementPlan, ShortHostMemoryMovesOptimizerShardsToTheDevice) {
+  const PlanInput input = small_input(8, 4);
+  const size_t need = make_train_plan(input, smallest_placement(input, {})).host_bytes;
+  const PlannedStep planned = make_placement(input, {kPlenty, need / 2}, {}, profile());
+  EXPECT_LE(planned.train.host_bytes, need / 2);
+  EXPECT_EQ(planned.placement.params[0].optimizer, Tier::kDevice);
 }
 
 TEST(PlacementPlan, RefusalNamesNeedBudgetAndShortage) {

@@ -1,0 +1,127 @@
+// What a plan promises about memory, and what an engine leaves behind.
+
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include "orlop/engine.h"
+#include "tests/formats/support.h"
+#include "tests/support/engine_run.h"
+#include "tests/support/process.h"
+#include "tests/support/tiny_model.h"
+
+namespace orlop::test {
+namespace {
+
+struct MeasuredPeak {
+  double peak = 0;
+  double planned = 0;
+};
+
+// Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
+MeasuredPeak measure(const std::string& model, int device_blocks) {
+  ChildProcess worker(
+      {ORLOP_TRAIN_WORKER, "memory", model, model + "/run", std::to_string(device_blocks)});
+  const std::string line = worker.read_line().value_or("");
+  EXPECT_EQ(worker.wait(), 0);
+  MeasuredPeak measured;
+  std::string word;
+  std::istringstream(line) >> word >> measured.peak >> measured.planned;
+  EXPECT_EQ(word, "peak") << line;
+  return measured;
+}
+
+class PlannedMemory : public ::testing::TestWithParam<int> {};
+
+TEST_P(PlannedMemory, IsWhatTheRunTakes) {
+  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 640;
+  shape.intermediate = 1408;
+  shape.heads = 8;
+  shape.vocab = 3000;
+  std::filesystem::create_directory(folder / "large");
+  std::filesystem::create_directory(folder / "tiny");
+  spill(folder / "large" / "config.json", tiny_config(TinyFamily::kLlama, shape));
+  spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlama));
+  const MeasuredPeak large = measure((folder / "large").string(), GetParam());
+  const MeasuredPeak tiny = measure((folder / "tiny").string(), GetParam());
+  const double taken = large.peak - tiny.peak;
+  RecordProperty("planned_mib", std::to_string(large.planned / 1048576));
+  RecordProperty("taken_mib", std::to_string(taken / 1048576));
+  EXPECT_GT(large.planned, 200e6);
+  EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
+}
+
+// Optimizer states in host memory, and all of them on the device.
+INSTANTIATE_TEST_SUITE_P(DeviceBlocks, PlannedMemory, ::testing::Values(0, 5));
+
+struct Footprint {
+  size_t bytes = 0;
+  size_t threads = 0;
+  size_t files = 0;
+};
+
+// Threads of a destroyed engine's teams end by themselves a moment later.
+Footprint footprint(size_t wanted_threads) {
+  for (int tries = 0; thread_count() > wanted_threads && tries < 200; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  ::malloc_trim(0);
+  return {resident_bytes(), thread_count(), open_files()};
+}
+
+// Allocators settle within a few rounds; one engine of these tests alone would be more.
+constexpr double kKept = 512 * 1024;
+
+// Runs `round` 20 times; what is there after the last is what was there after the second.
+void expect_no_growth(const std::function<void()>& round) {
+  Footprint second;
+  for (int i = 1; i <= 20; ++i) {
+    round();
+    if (i == 2) second = footprint(0);
+  }
+  const Footprint last = footprint(second.threads);
+  EXPECT_EQ(last.threads, second.threads);
+  EXPECT_EQ(last.files, second.files);
+  if (!memory_is_instrumented()) {
+    EXPECT_LE(static_cast<double>(last.bytes), 1.01 * static_cast<double>(second.bytes) + kKept);
+  }
+}
+
+TEST(Footprint, TwentySavesLeaveNothingBehind) {
+  const TempFolder folder;
+  write_tiny_model(folder / "model", TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.placement.device_optimizer_blocks = 2;
+  const auto engine = Engine::open((folder / "model").string(), config);
+  int64_t step = 0;
+  expect_no_growth([&] {
+    ++step;
+    run(*engine, {.from = step, .until = step});
+    engine->save_checkpoint((folder / "run").string(), "", 2);
+  });
+}
+
+TEST(Footprint, TwentyEnginesLeaveNothingBehind) {
+  const TempFolder folder;
+  write_tiny_model(folder / "model", TinyFamily::kQwen3);
+  write_tiny_model(folder / "damaged", TinyFamily::kQwen3);
+  std::filesystem::resize_file(folder / "damaged" / "model.safetensors", 3000);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.threads = 2;
+  expect_no_growth([&] {
+    run(*Engine::open((folder / "model").string(), config), {.until = 2});
+    EXPECT_THROW(Engine::open((folder / "damaged").string(), config), Error);
+  });
+}
+
+}  // namespace
+}  // namespace orlop::test

@@ -1,0 +1,235 @@
+// A run that is interrupted and resumed, anywhere and in any placement, ends as the straight run
+// does.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "formats/safetensors.h"
+#include "orlop/engine.h"
+#include "tests/formats/support.h"
+#include "tests/nvme/mounts.h"
+#include "tests/support/engine_run.h"
+#include "tests/support/process.h"
+#include "tests/support/tiny_model.h"
+
+namespace orlop::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Placement {
+  const char* name;
+  void (*apply)(EngineConfig&);
+};
+
+const Placement kPlacements[] = {
+    {"free", [](EngineConfig&) {}},
+    {"least",
+     [](EngineConfig& c) {
+       c.placement.resident_blocks = 0;
+       c.placement.prefetch_depth = 0;
+       c.placement.activations_on_device = false;
+       c.placement.wave = 1;
+     }},
+    {"device optimizer", [](EngineConfig& c) { c.placement.device_optimizer_blocks = 3; }},
+    {"all on the device", [](EngineConfig& c) {
+       c.placement.device_optimizer_blocks = 5;
+       c.placement.activations_on_device = true;
+     }}};
+
+RunRecord tail(const RunRecord& record, size_t from) {
+  RunRecord rest = record;
+  const auto skip = static_cast<std::ptrdiff_t>(from);
+  rest.losses.erase(rest.losses.begin(), rest.losses.begin() + skip);
+  rest.norms.erase(rest.norms.begin(), rest.norms.begin() + skip);
+  rest.skipped.erase(rest.skipped.begin(), rest.skipped.begin() + skip);
+  return rest;
+}
+
+class Resume : public ::testing::Test {
+ protected:
+  std::string write_model(TinyFamily family) {
+    write_tiny_model(folder_ / "model", family);
+    return (folder_ / "model").string();
+  }
+  std::string run_dir() const { return (folder_ / "run").string(); }
+
+  TempFolder folder_;
+};
+
+TEST_F(Resume, InAnyPlacementContinuesTheStraightRun) {
+  struct Case {
+    Precision precision;
+    DType moments;
+  };
+  const std::string model = write_model(TinyFamily::kQwen2);
+  const RunOptions to_end{.from = 5, .until = 9};
+  for (const Case c : {Case{Precision::kF32, DType::kF32}, Case{Precision::kBF16, DType::kBF16},
+                       Case{Precision::kF16, DType::kF32}}) {
+    EngineConfig config = tiny_engine_config(c.precision);
+    config.optimizer.moments = c.moments;
+    const auto straight = Engine::open(model, config);
+    run(*straight, {.until = 4});
+    const States at_save = read_states(*straight);
+    const std::string saved = straight->save_checkpoint(run_dir(), "at 4", 1);
+    const RunRecord expected = run(*straight, to_end);
+    for (const Placement& placement : kPlacements) {
+      EngineConfig other = config;
+      placement.apply(other);
+      other.threads = 2;
+      const auto resumed = Engine::open(model, other);
+      EXPECT_EQ(resumed->load_checkpoint(saved), "at 4");
+      EXPECT_EQ(resumed->stats().skipped_steps + resumed->steps_done(), 4);
+      EXPECT_TRUE(same_states(at_save, read_states(*resumed))) << placement.name;
+      EXPECT_TRUE(same_bits(expected, run(*resumed, to_end))) << placement.name;
+    }
+  }
+}
+
+TEST_F(Resume, SavesAtOnceWhatItLoaded) {
+  const std::string model = write_model(TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  const auto first = Engine::open(model, config);
+  run(*first, {.until = 3});
+  const std::string saved = first->save_checkpoint(run_dir(), "mine", 1);
+
+  config.placement.device_optimizer_blocks = 2;
+  const auto second = Engine::open(model, config);
+  EXPECT_EQ(second->load_checkpoint(saved), "mine");
+  const std::string again = second->save_checkpoint((folder_ / "again").string(), "mine", 1);
+  const char* const states = "optim/rank-0.safetensors";
+  EXPECT_EQ(slurp(fs::path(saved) / states), slurp(fs::path(again) / states));
+
+  const auto third = Engine::open(model, config);
+  third->load_checkpoint(again);
+  EXPECT_TRUE(
+      same_bits(run(*first, {.from = 4, .until = 6}), run(*third, {.from = 4, .until = 6})));
+  EXPECT_TRUE(third->save_checkpoint((folder_ / "again").string(), "", 2).ends_with("step-6"));
+}
+
+TEST_F(Resume, GoesBackInTheProcessThatSaved) {
+  const auto engine =
+      Engine::open(write_model(TinyFamily::kGpt2), tiny_engine_config(Precision::kBF16));
+  run(*engine, {.until = 4});
+  const std::string saved = engine->save_checkpoint(run_dir(), "", 1);
+  const RunOptions next{.from = 5, .until = 8};
+  const RunRecord expected = run(*engine, next);
+  engine->save_checkpoint(run_dir(), "", 2);
+  engine->load_checkpoint(saved);
+  EXPECT_EQ(engine->steps_done(), 4);
+  EXPECT_TRUE(same_bits(expected, run(*engine, next)));
+}
+
+// The checkpoints of a run that was left behind by going back are newer by number.
+TEST_F(Resume, KeepsWhatItJustSaved) {
+  const auto engine =
+      Engine::open(write_model(TinyFamily::kLlama), tiny_engine_config(Precision::kF32));
+  run(*engine, {.until = 1});
+  const std::string early = engine->save_checkpoint(run_dir(), "", 2);
+  run(*engine, {.from = 2, .until = 4});
+  engine->save_checkpoint(run_dir(), "", 2);
+  engine->load_checkpoint(early);
+  run(*engine, {.from = 2, .until = 2});
+  const std::string saved = engine->save_checkpoint(run_dir(), "after going back", 1);
+  EXPECT_EQ(engine->load_checkpoint(saved), "after going back");
+  EXPECT_FALSE(fs::exists(early));
+}
+
+TEST_F(Resume, AfterAKillAtAnyMomentLosesAtMostTheStepsSinceTheLastSave) {
+  const std::string model = write_model(TinyFamily::kLlamaTied);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  constexpr int64_t kLast = 9;
+  const RunRecord straight = run(*Engine::open(model, config), {.until = kLast, .last = -1});
+  std::mt19937_64 random(11);
+  for (int repetition = 0; repetition < 10; ++repetition) {
+    const std::string dir = (folder_ / ("killed-" + std::to_string(repetition))).string();
+    const int64_t kill_at = 2 + repetition % 5;
+    {
+      ChildProcess worker({ORLOP_TRAIN_WORKER, "train", model, dir});
+      // In a step, or at some moment of a save; the step before is complete then.
+      const char* const event = repetition % 2 == 0 ? "step " : "save ";
+      ASSERT_TRUE(worker.read_until(event + std::to_string(kill_at)));
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 12000));
+      worker.kill();
+      EXPECT_EQ(worker.wait(), -SIGKILL);
+    }
+    const std::string newest = Engine::latest_checkpoint(dir);
+    ASSERT_FALSE(newest.empty()) << repetition;
+    const auto resumed = Engine::open(model, config);
+    const int64_t step = std::stoll(resumed->load_checkpoint(newest));
+    EXPECT_EQ(resumed->steps_done(), step);
+    EXPECT_GE(step, kill_at - 1);
+    if (step >= kLast) continue;
+    const RunRecord rest = run(*resumed, {.from = step + 1, .until = kLast, .last = -1});
+    EXPECT_TRUE(same_bits(tail(straight, static_cast<size_t>(step)), rest)) << newest;
+    resumed->save_checkpoint(dir, "", 1);
+    EXPECT_EQ(fs::directory_iterator(dir)->path().filename(), "step-" + std::to_string(kLast))
+        << "leftovers of the interrupted save are gone";
+  }
+}
+
+// Expects that saving into run_dir fails and harms nothing.
+void expect_full_disk(Engine& engine, const std::string& run_dir, const std::string& intact) {
+  const States before = read_states(engine);
+  const std::string text =
+      error_of(ErrorCode::kIo, [&] { engine.save_checkpoint(run_dir, "", 1); });
+  EXPECT_NE(text.find(run_dir), std::string::npos) << text;
+  EXPECT_EQ(Engine::latest_checkpoint(run_dir), intact);
+  EXPECT_TRUE(same_states(before, read_states(engine)));
+}
+
+TEST_F(Resume, AFullDiskLeavesOlderCheckpointsAndTheRun) {
+  auto mount = nvme::Mount::tmpfs(1);
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  const std::string model = write_model(TinyFamily::kLlama);
+  const EngineConfig config = tiny_engine_config(Precision::kBF16);
+  const RunRecord expected = run(*Engine::open(model, config), {.until = 4});
+
+  const auto engine = Engine::open(model, config);
+  RunRecord record = run(*engine, {.until = 2});
+  const std::string intact = engine->save_checkpoint(mount.path(), "", 1);
+  const fs::space_info space = fs::space(mount.path());
+  spill(fs::path(mount.path()) / "ballast", std::string(space.available - 20000, 'x'));
+  const RunRecord third = run(*engine, {.from = 3, .until = 3});
+  expect_full_disk(*engine, mount.path(), intact);
+  const RunRecord fourth = run(*engine, {.from = 4, .until = 4});
+  for (const RunRecord* more : {&third, &fourth}) {
+    record.losses.push_back(more->losses.front());
+    record.norms.push_back(more->norms.front());
+    record.skipped.push_back(more->skipped.front());
+  }
+  record.states = fourth.states;
+  EXPECT_TRUE(same_bits(expected, record));
+  fs::remove(fs::path(mount.path()) / "ballast");
+  EXPECT_TRUE(engine->save_checkpoint(mount.path(), "", 1).ends_with("step-4"));
+}
+
+TEST_F(Resume, ALimitOnFileLengthsIsAnErrorAndNoSignal) {
+  const auto engine =
+      Engine::open(write_model(TinyFamily::kQwen3), tiny_engine_config(Precision::kF32));
+  run(*engine, {.until = 1});
+  const std::string intact = engine->save_checkpoint(run_dir(), "", 1);
+  run(*engine, {.from = 2, .until = 2});
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit limited{32768, before.rlim_max};
+  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limited), 0);
+  expect_full_disk(*engine, run_dir(), intact);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ::signal(SIGXFSZ, handler);
+  run(*engine, {.from = 3, .until = 3});
+  EXPECT_TRUE(engine->save_checkpoint(run_dir(), "", 1).ends_with("step-3"));
+}
+
+}  // namespace
+}  // namespace orlop::test

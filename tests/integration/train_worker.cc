@@ -1,0 +1,65 @@
+// A process that tests run, kill and measure.
+//   train_worker train MODEL RUN_DIR                 trains without end, saves after every step
+//   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS  trains two steps from random weights with so
+//   many
+//                                                    blocks' optimizer on the device, saves and
+//                                                    loads; prints "peak", its peak resident bytes,
+//                                                    the plan's
+
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <string>
+
+#include "orlop/engine.h"
+#include "tests/support/engine_run.h"
+#include "tests/support/process.h"
+
+namespace orlop::test {
+namespace {
+
+void train(const std::string& model, const std::string& run_dir) {
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.placement.wave = 2;
+  config.placement.device_optimizer_blocks = 1;
+  const auto engine = Engine::open(model, config);
+  for (int64_t step = 1;; ++step) {
+    std::cout << "step " << step << std::endl;
+    engine->step(batches_of_step(config, 61, step));
+    std::cout << "save " << step << std::endl;
+    engine->save_checkpoint(run_dir, std::to_string(step), 2);
+  }
+}
+
+void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks) {
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.from_scratch = true;
+  config.placement.device_optimizer_blocks = device_blocks;
+  const auto engine = Engine::open(model, config);
+  for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
+  engine->save_checkpoint(run_dir, "", 1);
+  engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
+  std::cout << "peak " << peak_resident_bytes() << ' '
+            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+}
+
+}  // namespace
+}  // namespace orlop::test
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  try {
+    if (mode == "train" && argc == 4) {
+      orlop::test::train(argv[2], argv[3]);
+    } else if (mode == "memory" && argc == 5) {
+      orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]));
+    } else {
+      std::cerr << "usage: train_worker train MODEL RUN_DIR | memory MODEL RUN_DIR DEVICE_BLOCKS\n";
+      return 2;
+    }
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << '\n';
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace orlop::test {
+
+// A child process that runs a program; its standard output comes line by line. Killed and reaped at
+// the end of its life here.
+class ChildProcess {
+ public:
+  // `command` is the program's path and its arguments.
+  explicit ChildProcess(const std::vector<std::string>& command);
+  ~ChildProcess();
+  ChildProcess(const ChildProcess&) = delete;
+  ChildProcess& operator=(const ChildProcess&) = delete;
+
+  // The next line without its end; empty at the end of the output.
+  std::optional<std::string> read_line();
+  // Reads until a line that starts with `prefix`; false when the output ends before.
+  bool read_until(const std::string& prefix);
+
+  // SIGKILL.
+  void kill();
+  // Waits for the end; the exit status, or minus the signal.
+  int wait();
+
+ private:
+  pid_t pid_ = -1;
+  int output_ = -1;
+  std::string buffer_;
+  std::optional<int> status_;
+};
+
+// Of this process, from /proc/self.
+size_t resident_bytes();
+size_t peak_resident_bytes();
+size_t thread_count();
+size_t open_files();
+
+// Sanitizers take memory of their own: figures of resident memory say nothing under them.
+bool memory_is_instrumented();
+
+}  // namespace orlop::test
