@@ -11,6 +11,7 @@ PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := $(BUILD)/stamps
 LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+export CCACHE_NOHASHDIR := 1
 FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 TIDIED = $(shell git ls-files '*.cc')
 

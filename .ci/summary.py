@@ -22,7 +22,7 @@ def main() -> int:
     total = [0, 0, 0]
     for path in sorted(Path(sys.argv[1]).glob("*.xml")):
         counts = count(path)
-        total = [a + b for a, b in zip(total, counts)]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
         print(f"{path.stem}: {counts[0]} passed, {counts[1]} failed, {counts[2]} skipped")
     for stage in sys.argv[2:]:
         print(f"stage {stage} failed")

@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Objects of one build tree serve the others.
+export CCACHE_NOHASHDIR=1
 python=.venv/bin/python
 results=build/test-results
 jobs=${JOBS:-$(nproc)}

@@ -4,10 +4,10 @@ Runs in the interpreter of .venv, so that what is already there, however it came
 """
 
 import sys
-import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import tomllib
 from pip._vendor.packaging.requirements import Requirement
 
 

@@ -5,7 +5,8 @@
 //
 // Counted are the bytes of the chunks, each moved once per run; GB is 1e9 bytes. The ceiling beside
 // each figure is fio's, measured in the same minute; the ratio is the median over the pairs. CPU is
-// user and system time of all threads of the process.
+// user and system time of all threads of the process. The slots lie in a HostArena with huge pages,
+// as in the engine; fio's buffers in the memory that it takes for itself.
 #include <fmt/format.h>
 #include <sys/resource.h>
 
@@ -23,7 +24,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
-#include "nvme/aligned_memory.h"
+#include "memory/host_arena.h"
 #include "nvme/swapper.h"
 
 namespace {
@@ -87,13 +88,14 @@ class Rig {
  public:
   Rig(const Settings& settings, size_t block_bytes, unsigned depth, IoEngine engine)
       : chunks_(static_cast<int32_t>(settings.file_mib * kMiB / kChunkBytes)),
-        memory_(kSlots * kChunkBytes, 4096),
-        pool_("bench", memory_.span(), kChunkBytes),
+        arena_(kSlots * kChunkBytes),
+        memory_(arena_.carve(kSlots * kChunkBytes, "slots", kPageBytes)),
+        pool_("bench", memory_, kChunkBytes),
         swapper_(options(settings, block_bytes, depth, engine)) {
-    swapper_.register_memory(memory_.span(), kChunkBytes);
+    swapper_.register_memory(memory_, kChunkBytes);
     // Random bytes, as fio writes them: some drives are faster with zeros.
     std::mt19937_64 random(1);
-    for (size_t i = 0; i < memory_.span().size(); i += sizeof(uint64_t)) {
+    for (size_t i = 0; i < memory_.size(); i += sizeof(uint64_t)) {
       const uint64_t value = random();
       std::memcpy(memory_.data() + i, &value, sizeof value);
     }
@@ -142,7 +144,8 @@ class Rig {
   }
 
   const int32_t chunks_;
-  AlignedMemory memory_;
+  HostArena arena_;  // the engine's slots are in one as well: huge pages are part of the figure
+  std::span<std::byte> memory_;
   SlotPool pool_;
   Swapper swapper_;
   int64_t step_ = 0;

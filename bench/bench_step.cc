@@ -21,6 +21,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "bench/support/samples.h"
+#include "engine/model_files.h"
 #include "engine/session.h"
 #include "orlop/engine.h"
 
@@ -129,6 +130,8 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
   Session session(make_planning(model_dir, config, nullptr), config);
+  // Zeros would draw less power and run faster than real weights.
+  init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",
              session.planning().report.resident_blocks, session.planning().report.blocks,
              format_bytes(session.planning().report.device_peak_bytes));

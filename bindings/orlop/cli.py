@@ -36,8 +36,11 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> tuple[_Parser, dict[str, object]]:
     from . import __version__
 
-    parser = _Parser(prog="orlop", allow_abbrev=False,
-                     description="Trains models that are larger than the accelerator's memory.")
+    parser = _Parser(
+        prog="orlop",
+        allow_abbrev=False,
+        description="Trains models that are larger than the accelerator's memory.",
+    )
     parser.add_argument("--version", action="version", version=f"orlop {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     modules: dict[str, object] = {}

@@ -132,21 +132,37 @@ class Option:
 _OPTIONS = (
     # Model and data.
     Option("model", str, None, "Hugging Face folder to start from", ("model_name_or_path",)),
-    Option("data", _paths, None, "training files: .txt .md .jsonl .tok, or folders of them",
-           ("train_file", "dataset"), is_list=True),
+    Option(
+        "data",
+        _paths,
+        None,
+        "training files: .txt .md .jsonl .tok, or folders of them",
+        ("train_file", "dataset"),
+        is_list=True,
+    ),
     Option("eval_data", _paths, None, "held-out files", ("validation_file", "eval_dataset"), is_list=True),
     Option("output", str, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
     Option("seq_len", _POSITIVE, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
-    Option("train_on", _one_of("assistant", "all"), "assistant",
-           "tokens of {messages} that carry loss: assistant or all"),
+    Option(
+        "train_on",
+        _one_of("assistant", "all"),
+        "assistant",
+        "tokens of {messages} that carry loss: assistant or all",
+    ),
     Option("chat_template", str, None, "Jinja file instead of the model's own template"),
     # Batch and length.
-    Option("micro_batch", _POSITIVE, 1, "rows per micro-batch", ("per_device_train_batch_size",
-           "micro_batch_size")),
+    Option(
+        "micro_batch",
+        _POSITIVE,
+        1,
+        "rows per micro-batch",
+        ("per_device_train_batch_size", "micro_batch_size"),
+    ),
     Option("accum", _POSITIVE, 1, "micro-batches per step", ("gradient_accumulation_steps",)),
     Option("steps", _POSITIVE, None, "optimizer steps; wins over epochs", ("max_steps",)),
-    Option("epochs", _above_zero, None, "passes over the data (1 when neither is given)",
-           ("num_train_epochs",)),
+    Option(
+        "epochs", _above_zero, None, "passes over the data (1 when neither is given)", ("num_train_epochs",)
+    ),
     # Optimizer.
     Option("lr", _NOT_NEGATIVE, 2e-5, "peak learning rate", ("learning_rate",)),
     Option("beta1", _ratio, 0.9, "decay of the first moment", ("adam_beta1",)),
@@ -156,8 +172,13 @@ _OPTIONS = (
     Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
     Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
     Option("clip", _NOT_NEGATIVE, 1.0, "global gradient norm; 0: off", ("max_grad_norm",)),
-    Option("schedule", _one_of("cosine", "linear", "constant", "wsd"), "cosine", "course of the rate",
-           ("lr_scheduler_type",)),
+    Option(
+        "schedule",
+        _one_of("cosine", "linear", "constant", "wsd"),
+        "cosine",
+        "course of the rate",
+        ("lr_scheduler_type",),
+    ),
     Option("warmup_steps", _COUNT, None, "steps of linear warm-up; wins over warmup_ratio"),
     Option("warmup_ratio", _ratio, 0.0, "warm-up as a share of all steps"),
     Option("min_lr_ratio", _ratio, 0.0, "final rate over peak rate"),
@@ -180,11 +201,9 @@ _OPTIONS = (
     Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
     # Run.
     Option("resume", str, "auto", "auto, must, never, or a step-N folder", ("resume_from_checkpoint",)),
-    Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted",
-           ("save_steps",)),
+    Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
     Option("keep", _POSITIVE, 3, "newest checkpoints to keep", ("save_total_limit",)),
-    Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only",
-           ("eval_steps",)),
+    Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only", ("eval_steps",)),
     Option("log_every", _POSITIVE, 1, "steps between progress lines", ("logging_steps",)),
     Option("export", parse_bool, True, "write OUTPUT/hf at the end", is_flag=True),
     Option("max_shard_size", parse_bytes, 5 * 2**30, "bytes per exported file"),
@@ -193,9 +212,7 @@ _OPTIONS = (
 
 OPTIONS: dict[str, Option] = {option.name: option for option in _OPTIONS}
 
-_CANONICAL = {
-    spelling: option.name for option in _OPTIONS for spelling in (option.name, *option.aliases)
-}
+_CANONICAL = {spelling: option.name for option in _OPTIONS for spelling in (option.name, *option.aliases)}
 
 
 def normalize_key(key: str) -> str:

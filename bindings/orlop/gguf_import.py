@@ -121,7 +121,7 @@ def _build_tokenizer(meta: dict[str, Any]) -> Tokenizer:
     tokenizer.add_special_tokens(
         [
             tokenizers.AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"])
+            for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
             if kind == _CONTROL_TOKEN
         ]
     )

@@ -39,7 +39,7 @@ class MetricsLog:
             for record in kept:
                 file.write(json.dumps(record) + "\n")
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (a line at a time, until close)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")

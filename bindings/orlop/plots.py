@@ -14,8 +14,15 @@ _BLUE, _ORANGE, _GREEN, _GREY = "#3b6ea5", "#d1752f", "#4f8a5b", "#9a9a9a"
 def _plot_loss(axes: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
     axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color=_BLUE, lw=1.2, label="training")
     if evals:
-        axes.plot([r["step"] for r in evals], [r["eval_loss"] for r in evals], "o-", color=_ORANGE, ms=5,
-                  lw=1.2, label="held out")
+        axes.plot(
+            [r["step"] for r in evals],
+            [r["eval_loss"] for r in evals],
+            "o-",
+            color=_ORANGE,
+            ms=5,
+            lw=1.2,
+            label="held out",
+        )
     axes.set_ylabel("loss (nats per token)")
     axes.legend(frameon=False)
 

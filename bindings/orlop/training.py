@@ -221,8 +221,14 @@ class FinetuneRun:
         self._saved_step = engine.steps_done
         progress.note(f"saved {path}")
 
-    def _train(self, engine: _orlop.Engine, stop: StopRequest, log: MetricsLog, progress: Progress,
-               recorder: StepRecorder) -> RunResult:
+    def _train(
+        self,
+        engine: _orlop.Engine,
+        stop: StopRequest,
+        log: MetricsLog,
+        progress: Progress,
+        recorder: StepRecorder,
+    ) -> RunResult:
         config = self._config
         if engine.steps_done == 0:
             loss_before = self._evaluate(engine, log, progress)

@@ -10,9 +10,9 @@
 namespace orlop {
 
 struct TokenWriterConfig {
-  int64_t vocab_size = 0;      // every id is below it; decides 16 or 32 bits per token
-  bool loss_mask = false;      // whether the file says which tokens count as labels
-  std::string tokenizer_file;  // its hash goes into the header; empty: unknown
+  int64_t vocab_size = 0;           // every id is below it; decides 16 or 32 bits per token
+  bool loss_mask = false;           // whether the file says which tokens count as labels
+  std::string tokenizer_file = {};  // its hash goes into the header; empty: unknown
 };
 
 // Writes a token file (.tok) for DataLoader, document by document. Nothing appears under `path`

@@ -17,6 +17,13 @@ function(orlop_install)
   cmake_parse_arguments(arg "" "TARGET" "MODULES" ${ARGN})
   set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/orlop)
 
+  # What a consumer of the target inherits, from the build tree as well.
+  target_include_directories(${arg_TARGET} INTERFACE
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_compile_features(${arg_TARGET} INTERFACE cxx_std_20)
+  set_target_properties(${arg_TARGET} PROPERTIES SOVERSION ${PROJECT_VERSION_MAJOR})
+
   # A wheel keeps no symbolic links: one file, named as the loader asks for it.
   if(SKBUILD)
     set_target_properties(${arg_TARGET} PROPERTIES VERSION ${PROJECT_VERSION_MAJOR})
@@ -27,6 +34,14 @@ function(orlop_install)
     if(TARGET ${module})
       orlop_install_library(${module})
       install(TARGETS ${module} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    endif()
+  endforeach()
+
+  # Everything that a wheel holds.
+  add_custom_target(orlop_wheel)
+  foreach(part ${arg_TARGET} ${arg_MODULES} orlop_python)
+    if(TARGET ${part})
+      add_dependencies(orlop_wheel ${part})
     endif()
   endforeach()
 

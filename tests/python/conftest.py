@@ -51,7 +51,13 @@ def build_model(folder: Path, kind: str, tied: bool, seed: int = 0) -> Path:
     shared = {"vocab_size": VOCAB, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=48, n_layer=3, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            n_embd=48,
+            n_layer=3,
+            n_head=4,
+            n_positions=128,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
             **shared,
         )
     else:
@@ -61,8 +67,14 @@ def build_model(folder: Path, kind: str, tied: bool, seed: int = 0) -> Path:
             "qwen3": transformers.Qwen3Config,
         }
         config = classes[kind](
-            hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=12, max_position_embeddings=128, **shared,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            max_position_embeddings=128,
+            **shared,
         )
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -62,7 +62,9 @@ def cosine(step: int, config: orlop.EngineConfig) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train(model: torch.nn.Module, loader: orlop.DataLoader, config: orlop.EngineConfig, steps: int) -> list[float]:
+def train(
+    model: torch.nn.Module, loader: orlop.DataLoader, config: orlop.EngineConfig, steps: int
+) -> list[float]:
     """Losses of `steps` steps; the model holds the final weights."""
     rate = config.optimizer.learning_rate
     optimizer = torch.optim.AdamW(

@@ -39,8 +39,25 @@ def own_model(model_dir, tmp_path):
 
 
 def finetune(capsys, model, data, out, *extra):
-    return run(capsys, "finetune", "--model", model, "--data", data, "--output", out, "--device", "host",
-               "--seq-len", 16, "--steps", 2, "--save-every", 0, *extra)
+    return run(
+        capsys,
+        "finetune",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        out,
+        "--device",
+        "host",
+        "--seq-len",
+        16,
+        "--steps",
+        2,
+        "--save-every",
+        0,
+        *extra,
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,14 +156,20 @@ BAD_MODELS = {
     ),
     "missing field": (lambda m: edit_json(m / "config.json", hidden_size=None), "hidden_size"),
     "wrong field": (lambda m: edit_json(m / "config.json", num_hidden_layers="three"), "num_hidden_layers"),
-    "heads do not divide": (lambda m: edit_json(m / "config.json", num_key_value_heads=3), "num_key_value_heads"),
+    "heads do not divide": (
+        lambda m: edit_json(m / "config.json", num_key_value_heads=3),
+        "num_key_value_heads",
+    ),
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "safetensors"),
     "truncated weights": (truncate, "model.safetensors"),
     "oversized header": (huge_header, "model.safetensors"),
     "overlapping tensors": (overlapping, "model.safetensors"),
     "trailing byte": (trailing_byte, "model.safetensors"),
     "missing tensor": (lambda m: rewrite_weights(m, lambda t: t.pop(Q_PROJ)), Q_PROJ),
-    "extra tensor": (lambda m: rewrite_weights(m, lambda t: t.update(extra=np.zeros(3, np.float32))), "extra"),
+    "extra tensor": (
+        lambda m: rewrite_weights(m, lambda t: t.update(extra=np.zeros(3, np.float32))),
+        "extra",
+    ),
     "wrong shape": (
         lambda m: rewrite_weights(m, lambda t: t.update({Q_PROJ: np.zeros((48, 47), np.float32)})),
         Q_PROJ,
@@ -216,8 +239,19 @@ def test_a_sequence_longer_than_the_model_is_refused(capsys, model_dir, text_fil
 @pytest.mark.parametrize("verb", ["finetune", "plan"])
 def test_a_budget_too_small_is_exit_code_3_with_the_remedy(capsys, model_dir, text_file, tmp_path, verb):
     extra = ["--data", text_file, "--output", tmp_path / "run"] if verb == "finetune" else []
-    code, _, err = run(capsys, verb, "--model", model_dir("llama"), "--device", "host", "--seq-len", 16,
-                       "--device-mem", "10KB", *extra)
+    code, _, err = run(
+        capsys,
+        verb,
+        "--model",
+        model_dir("llama"),
+        "--device",
+        "host",
+        "--seq-len",
+        16,
+        "--device-mem",
+        "10KB",
+        *extra,
+    )
     assert code == 3
     assert "device" in err
     assert not list((tmp_path / "run").glob("step-*"))
@@ -231,19 +265,40 @@ def test_an_output_that_cannot_be_a_folder_is_an_error(capsys, model_dir, text_f
     assert len(err.strip().splitlines()) == 1
 
 
-def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(capsys, model_dir, text_file, tmp_path):
+def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(
+    capsys, model_dir, text_file, tmp_path
+):
     out_dir = tmp_path / "run"
-    code, out, err = finetune(capsys, model_dir("llama"), text_file, out_dir, "--eval-data", text_file,
-                              "--save-every", 2, "--trace")
+    code, out, err = finetune(
+        capsys, model_dir("llama"), text_file, out_dir, "--eval-data", text_file, "--save-every", 2, "--trace"
+    )
     assert (code, err) == (0, "")
     assert "step 2/2 | loss " in out
-    for part in ("norm", "tok/s", "device", "host", "eta", "held-out loss at step 0", "held-out loss at step 2"):
+    for part in (
+        "norm",
+        "tok/s",
+        "device",
+        "host",
+        "eta",
+        "held-out loss at step 0",
+        "held-out loss at step 2",
+    ):
         assert part in out
     records = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2]
-    assert {"tokens", "lr", "grad_norm", "loss_scale", "skipped", "tok_per_s", "ms", "stall_ms", "link_bytes",
-            "tier_bytes"} <= set(steps[0])
+    assert {
+        "tokens",
+        "lr",
+        "grad_norm",
+        "loss_scale",
+        "skipped",
+        "tok_per_s",
+        "ms",
+        "stall_ms",
+        "link_bytes",
+        "tier_bytes",
+    } <= set(steps[0])
     assert [r["step"] for r in records if "eval_loss" in r] == [0, 2]
     assert (out_dir / "step-2" / "manifest.json").is_file()
     assert (out_dir / "hf" / "model.safetensors").is_file()
@@ -255,7 +310,9 @@ def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(capsys, 
 
     code, out, _ = run(capsys, "export", "--in", out_dir, "--out", tmp_path / "again")
     assert code == 0
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (out_dir / "hf" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        out_dir / "hf" / "model.safetensors"
+    ).read_bytes()
     code, _, err = run(capsys, "export", "--in", out_dir, "--out", tmp_path / "again")
     assert (code, "not an empty folder" in err) == (2, True)
 
@@ -266,11 +323,28 @@ def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(capsys, 
 
 def test_eval_equals_the_loss_that_finetune_reports(capsys, model_dir, text_file, tmp_path):
     out_dir = tmp_path / "run"
-    assert finetune(capsys, model_dir("llama"), text_file, out_dir, "--eval-data", text_file,
-                    "--precision", "fp32")[0] == 0
+    assert (
+        finetune(
+            capsys, model_dir("llama"), text_file, out_dir, "--eval-data", text_file, "--precision", "fp32"
+        )[0]
+        == 0
+    )
     last = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    code, out, _ = run(capsys, "eval", "--model", out_dir / "hf", "--data", text_file, "--seq-len", 16,
-                       "--device", "host", "--precision", "fp32", "--json")
+    code, out, _ = run(
+        capsys,
+        "eval",
+        "--model",
+        out_dir / "hf",
+        "--data",
+        text_file,
+        "--seq-len",
+        16,
+        "--device",
+        "host",
+        "--precision",
+        "fp32",
+        "--json",
+    )
     assert code == 0
     assert json.loads(out)["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
 
@@ -278,8 +352,23 @@ def test_eval_equals_the_loss_that_finetune_reports(capsys, model_dir, text_file
 def test_evaluation_counts_every_row_once(capsys, model_dir, text_file):
     losses = set()
     for micro_batch in (1, 3, 4):
-        code, out, _ = run(capsys, "eval", "--model", model_dir("llama"), "--data", text_file, "--seq-len", 16,
-                           "--device", "host", "--precision", "fp32", "--micro-batch", micro_batch, "--json")
+        code, out, _ = run(
+            capsys,
+            "eval",
+            "--model",
+            model_dir("llama"),
+            "--data",
+            text_file,
+            "--seq-len",
+            16,
+            "--device",
+            "host",
+            "--precision",
+            "fp32",
+            "--micro-batch",
+            micro_batch,
+            "--json",
+        )
         assert code == 0
         losses.add(round(json.loads(out)["loss"], 5))
     assert len(losses) == 1
@@ -332,8 +421,19 @@ def test_doctor_reports_this_machine(capsys, tmp_path):
 
 
 def test_bench_reports_steps(capsys, model_dir):
-    code, out, _ = run(capsys, "bench", "--model", model_dir("llama"), "--device", "host", "--seq-len", 32,
-                       "--steps", 2, "--json")
+    code, out, _ = run(
+        capsys,
+        "bench",
+        "--model",
+        model_dir("llama"),
+        "--device",
+        "host",
+        "--seq-len",
+        32,
+        "--steps",
+        2,
+        "--json",
+    )
     assert code == 0
     result = json.loads(out)
     assert result["tokens_per_second"] > 0

@@ -42,12 +42,13 @@ def learned_text(tokenizer_dir, result) -> list[str]:
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     edges = np.flatnonzero(np.diff(np.concatenate(([0], result.learn.astype(int), [0]))))
     return [
-        tokenizer.decode(result.ids[a:b].tolist(), skip_special_tokens=False)
-        for a, b in edges.reshape(-1, 2)
+        tokenizer.decode(result.ids[a:b].tolist(), skip_special_tokens=False) for a, b in edges.reshape(-1, 2)
     ]
 
 
-@pytest.mark.parametrize("text", ["heavy stores", "  two  spaces\n\n12 345", "äöü 猫\t€", "<|im_end|> inside"])
+@pytest.mark.parametrize(
+    "text", ["heavy stores", "  two  spaces\n\n12 345", "äöü 猫\t€", "<|im_end|> inside"]
+)
 def test_text_ids_equal_transformers_plus_end_of_text(tokenizer_dir, text):
     import transformers
 

@@ -49,8 +49,9 @@ def train(folder, token_file, config):
 
 
 def smallest_budget(folder) -> int:
-    config = make_config(placement=orlop.PlacementConfig(resident_blocks=0, prefetch_depth=0,
-                                                         device_optimizer_blocks=0))
+    config = make_config(
+        placement=orlop.PlacementConfig(resident_blocks=0, prefetch_depth=0, device_optimizer_blocks=0)
+    )
     return orlop.plan(str(folder), config).device_peak_bytes
 
 
@@ -231,7 +232,9 @@ def test_two_engines_live_beside_each_other(model_dir, token_file):
 
 
 def test_steps_let_other_python_threads_run(model_dir, token_file):
-    config = make_config(batch=orlop.BatchConfig(micro_batch_size=4, sequence_length=128, accumulation_steps=16))
+    config = make_config(
+        batch=orlop.BatchConfig(micro_batch_size=4, sequence_length=128, accumulation_steps=16)
+    )
     ticks = 0
     done = threading.Event()
 

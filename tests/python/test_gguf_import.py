@@ -35,7 +35,7 @@ def test_bf16_rounds_to_nearest_even():
 def test_tensor_names():
     assert hf_tensor_name("token_embd.weight") == "model.embed_tokens.weight"
     assert hf_tensor_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
-    with pytest.raises(Exception, match="blk.0.ssm_a"):
+    with pytest.raises(Exception, match=r"blk\.0\.ssm_a"):
         hf_tensor_name("blk.0.ssm_a")
 
 

@@ -22,9 +22,7 @@ def make_config(precision: orlop.Precision, accumulation: int) -> orlop.EngineCo
         precision=precision,
         batch=orlop.BatchConfig(micro_batch_size=2, sequence_length=32, accumulation_steps=accumulation),
         optimizer=orlop.OptimizerConfig(learning_rate=1e-4, weight_decay=0.1, max_grad_norm=1.0),
-        schedule=orlop.ScheduleConfig(
-            kind=orlop.ScheduleKind.COSINE, warmup_steps=5, total_steps=2 * STEPS
-        ),
+        schedule=orlop.ScheduleConfig(kind=orlop.ScheduleKind.COSINE, warmup_steps=5, total_steps=2 * STEPS),
     )
 
 

@@ -25,22 +25,53 @@ def inputs(tmp_path_factory):
     build_model(folder / "model", "llama", tied=True)
     with open(folder / "data.jsonl", "w") as file:
         for i in range(80):
-            file.write(json.dumps({"text": f"line {i}: the heavy stores lie in the lowest deck" * (1 + i % 4)}) + "\n")
+            file.write(
+                json.dumps({"text": f"line {i}: the heavy stores lie in the lowest deck" * (1 + i % 4)})
+                + "\n"
+            )
     return folder
 
 
 def command(inputs, out, *extra):
     return [
-        sys.executable, "-m", "orlop", "finetune", "--model", inputs / "model", "--data", inputs / "data.jsonl",
-        "--output", out, "--device", "host", "--seq-len", "32", "--micro-batch", "4", "--accum", "2",
-        "--steps", STEPS, "--lr", "1e-3", "--save-every", "10", "--export", "false",
+        sys.executable,
+        "-m",
+        "orlop",
+        "finetune",
+        "--model",
+        inputs / "model",
+        "--data",
+        inputs / "data.jsonl",
+        "--output",
+        out,
+        "--device",
+        "host",
+        "--seq-len",
+        "32",
+        "--micro-batch",
+        "4",
+        "--accum",
+        "2",
+        "--steps",
+        STEPS,
+        "--lr",
+        "1e-3",
+        "--save-every",
+        "10",
+        "--export",
+        "false",
         *extra,
     ]
 
 
 def start(inputs, out, *extra) -> subprocess.Popen:
-    return subprocess.Popen([str(a) for a in command(inputs, out, *extra)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [str(a) for a in command(inputs, out, *extra)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:

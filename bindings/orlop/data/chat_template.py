@@ -19,7 +19,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 class _GenerationTag(Extension):
     """{% generation %} ... {% endgeneration %}: the assistant's words, as chat templates mark them."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno

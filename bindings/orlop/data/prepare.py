@@ -57,14 +57,17 @@ def _describe(path: Path, key: str) -> PreparedData:
     return PreparedData(path, key, summary.tokens, summary.documents)
 
 
-def prepare(paths: Sequence[str], cache_dir: Path, model_dir: str, train_on: str,
-            chat_template: str | None) -> PreparedData:
+def prepare(
+    paths: Sequence[str], cache_dir: Path, model_dir: str, train_on: str, chat_template: str | None
+) -> PreparedData:
     """The token file for these files. A single .tok file is taken as it is."""
     files = list_files(paths)
     token_files = [path for path in files if path.suffix == TOKEN_SUFFIX]
     if token_files:
         if len(files) > 1:
-            raise UsageError(f"{token_files[0]}: a token file must be the only data file, {len(files)} were given")
+            raise UsageError(
+                f"{token_files[0]}: a token file must be the only data file, {len(files)} were given"
+            )
         return _describe(files[0], hashlib.sha256(read_bytes(files[0])).hexdigest()[:16])
     tokenizer = ModelTokenizer(model_dir, train_on, chat_template)
     key = _content_key(files, tokenizer)

@@ -17,9 +17,27 @@ from ..progress import format_bytes
 from .options import add_option_flags, config_from_args
 
 SUMMARY = "time steps of a model on random tokens under the given budgets"
-_NAMES = ("model", "seq_len", "micro_batch", "accum", "steps", "precision", "moments", "clip", "device",
-          "device_mem", "host_mem", "threads", "prefetch", "resident_blocks", "device_optimizer_blocks",
-          "activations_on_device", "wave", "reference_ops", "seed")
+_NAMES = (
+    "model",
+    "seq_len",
+    "micro_batch",
+    "accum",
+    "steps",
+    "precision",
+    "moments",
+    "clip",
+    "device",
+    "device_mem",
+    "host_mem",
+    "threads",
+    "prefetch",
+    "resident_blocks",
+    "device_optimizer_blocks",
+    "activations_on_device",
+    "wave",
+    "reference_ops",
+    "seed",
+)
 _WARMUP_STEPS = 1
 _SCALE_BYTES = 256 << 20
 
@@ -82,13 +100,18 @@ def _measure(config: RunConfig) -> dict[str, Any]:
             "device": plan.device,
             "parameters": plan.parameters,
             "tokens_per_step": plan.tokens_per_step,
-            "step_seconds": {"median": median, "min": min(times), "max": max(times), "planned": plan.step_seconds},
+            "step_seconds": {
+                "median": median,
+                "min": min(times),
+                "max": max(times),
+                "planned": plan.step_seconds,
+            },
             "tokens_per_second": plan.tokens_per_step / median,
             "model_flop_per_second": 6 * plan.parameters * plan.tokens_per_step / median,
             "compute_stall_seconds": (after.compute_stall_seconds - before.compute_stall_seconds) / steps,
             "optimizer_seconds": (after.optimizer_seconds - before.optimizer_seconds) / steps,
-            "optimizer_exposed_seconds":
-                (after.optimizer_exposed_seconds - before.optimizer_exposed_seconds) / steps,
+            "optimizer_exposed_seconds": (after.optimizer_exposed_seconds - before.optimizer_exposed_seconds)
+            / steps,
             "uploaded_bytes": (after.uploaded_bytes - before.uploaded_bytes) // steps,
             "offloaded_bytes": (after.offloaded_bytes - before.offloaded_bytes) // steps,
             "device_peak_bytes": after.device_peak_bytes,
@@ -99,16 +122,28 @@ def _measure(config: RunConfig) -> dict[str, Any]:
 
 def _print_text(result: dict[str, Any]) -> None:
     step = result["step_seconds"]
-    print(f"{result['parameters']:,} parameters on {result['device']}, {result['tokens_per_step']} tokens per step")
-    print(f"step        {step['median']:.3f} s median ({step['min']:.3f}..{step['max']:.3f}), "
-          f"planned {step['planned']:.3f} s")
-    print(f"throughput  {result['tokens_per_second']:,.1f} tok/s, "
-          f"{result['model_flop_per_second'] / 1e12:.3f} TFLOP/s of the model (6 per parameter and token)")
-    print(f"waiting     compute {result['compute_stall_seconds']:.3f} s, optimizer "
-          f"{result['optimizer_exposed_seconds']:.3f} s of {result['optimizer_seconds']:.3f} s exposed")
-    print(f"per step    uploaded {format_bytes(result['uploaded_bytes'])}, "
-          f"offloaded {format_bytes(result['offloaded_bytes'])}")
-    print(f"memory      device {format_bytes(result['device_peak_bytes'])}, host {format_bytes(result['host_bytes'])}")
+    print(
+        f"{result['parameters']:,} parameters on {result['device']}, {result['tokens_per_step']} tokens per step"
+    )
+    print(
+        f"step        {step['median']:.3f} s median ({step['min']:.3f}..{step['max']:.3f}), "
+        f"planned {step['planned']:.3f} s"
+    )
+    print(
+        f"throughput  {result['tokens_per_second']:,.1f} tok/s, "
+        f"{result['model_flop_per_second'] / 1e12:.3f} TFLOP/s of the model (6 per parameter and token)"
+    )
+    print(
+        f"waiting     compute {result['compute_stall_seconds']:.3f} s, optimizer "
+        f"{result['optimizer_exposed_seconds']:.3f} s of {result['optimizer_seconds']:.3f} s exposed"
+    )
+    print(
+        f"per step    uploaded {format_bytes(result['uploaded_bytes'])}, "
+        f"offloaded {format_bytes(result['offloaded_bytes'])}"
+    )
+    print(
+        f"memory      device {format_bytes(result['device_peak_bytes'])}, host {format_bytes(result['host_bytes'])}"
+    )
     print(f"yardstick   in-place scale {result['scale_bytes_per_second'] / 1e9:.1f} GB/s on one thread")
 
 

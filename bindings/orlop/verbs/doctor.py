@@ -26,12 +26,16 @@ def remarks(facts: dict[str, Any]) -> list[str]:
     if _NEEDED_ISA not in facts["cpu"]["isa"]:
         lines.append("no AVX2: the optimizer runs its scalar path, several times slower")
     if facts["memory"]["transparent_hugepages"] == "never":
-        lines.append("transparent huge pages are off: host memory is touched 4 KiB at a time; "
-                     "remedy: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
+        lines.append(
+            "transparent huge pages are off: host memory is touched 4 KiB at a time; "
+            "remedy: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
     locked = facts["locked_memory"]
     if locked["memlock_bytes"] is not None and not locked["cap_ipc_lock"]:
-        lines.append(f"at most {format_bytes(locked['memlock_bytes'])} may be locked: NVMe buffers are not "
-                     "registered with io_uring; remedy: ulimit -l unlimited")
+        lines.append(
+            f"at most {format_bytes(locked['memlock_bytes'])} may be locked: NVMe buffers are not "
+            "registered with io_uring; remedy: ulimit -l unlimited"
+        )
     if facts["io_uring"] != "allowed":
         lines.append(f"io_uring is {facts['io_uring']}: NVMe goes through plain reads and writes by threads")
     if facts["gpu"]["driver"] and not facts["gpu"]["devices"]:
@@ -48,9 +52,15 @@ def _print_text(facts: dict[str, Any]) -> None:
     rows = [
         ("cpu", f"{cpu['model']}, {cpu['usable_cpus']} usable CPUs, {cpu['numa_nodes']} NUMA node(s)"),
         ("isa", ", ".join(cpu["isa"]) + (f" (capped: {cpu['max_isa']})" if cpu["max_isa"] else "")),
-        ("memory", f"{format_bytes(memory['total_bytes'])}, available {format_bytes(memory['available_bytes'])}"
-                   + (f", cgroup limit {format_bytes(limit)}" if limit else "")),
-        ("huge pages", f"transparent: {memory['transparent_hugepages']}, reserved free: {memory['free_hugepages']}"),
+        (
+            "memory",
+            f"{format_bytes(memory['total_bytes'])}, available {format_bytes(memory['available_bytes'])}"
+            + (f", cgroup limit {format_bytes(limit)}" if limit else ""),
+        ),
+        (
+            "huge pages",
+            f"transparent: {memory['transparent_hugepages']}, reserved free: {memory['free_hugepages']}",
+        ),
         ("locked memory", "no limit" if unlimited else format_bytes(locked["memlock_bytes"])),
         ("io_uring", facts["io_uring"]),
         ("gpu", "; ".join(f"{d['name']} {format_bytes(d['total_bytes'])}" for d in devices) or "none"),

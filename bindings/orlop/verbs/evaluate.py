@@ -11,8 +11,22 @@ from pathlib import Path
 from .options import add_option_flags, config_from_args
 
 SUMMARY = "loss and perplexity on held-out files"
-_NAMES = ("model", "data", "seq_len", "train_on", "chat_template", "micro_batch", "accum", "precision",
-          "device", "device_mem", "host_mem", "threads", "prefetch", "reference_ops")
+_NAMES = (
+    "model",
+    "data",
+    "seq_len",
+    "train_on",
+    "chat_template",
+    "micro_batch",
+    "accum",
+    "precision",
+    "device",
+    "device_mem",
+    "host_mem",
+    "threads",
+    "prefetch",
+    "reference_ops",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,12 @@ SUMMARY = "a checkpoint as a Hugging Face folder"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in", dest="source", required=True, metavar="DIR", help="run folder or its step-N")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
-    parser.add_argument("--model", metavar="DIR", help="the model folder that the run started from, if it moved")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="the model folder that the run started from, if it moved"
+    )
     parser.add_argument("--max-shard-size", default="5GiB", metavar="BYTES", help="bytes per file")
 
 

@@ -50,7 +50,9 @@ def _file_tensors(path: Path, checksum: bool) -> Iterator[dict[str, Any]]:
                 begin, end = (int(x) for x in entry["data_offsets"])
                 shape, dtype = [int(x) for x in entry["shape"]], str(entry["dtype"])
             except (KeyError, TypeError, ValueError):
-                raise InvalidDataError(f"{path}: tensor {name}: dtype, shape or data_offsets is wrong") from None
+                raise InvalidDataError(
+                    f"{path}: tensor {name}: dtype, shape or data_offsets is wrong"
+                ) from None
             if not 0 <= begin <= end <= length - data_start:
                 raise InvalidDataError(
                     f"{path}: tensor {name}: bytes {begin}..{end} lie outside the {length - data_start} bytes of data"
@@ -115,9 +117,13 @@ def _print_text(info: dict[str, Any]) -> None:
     width = max((len(t["name"]) for t in info["tensors"]), default=0)
     for tensor in info["tensors"]:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        line = f"{tensor['name']:<{width}}  {tensor['dtype']:<5} {shape:>14}  {format_bytes(tensor['bytes']):>9}"
+        line = (
+            f"{tensor['name']:<{width}}  {tensor['dtype']:<5} {shape:>14}  {format_bytes(tensor['bytes']):>9}"
+        )
         print(line + (f"  {tensor['sha256']}" if "sha256" in tensor else ""))
-    print(f"{len(info['tensors'])} tensors, {format_bytes(info['total_bytes'])} in {len(info['files'])} files")
+    print(
+        f"{len(info['tensors'])} tensors, {format_bytes(info['total_bytes'])} in {len(info['files'])} files"
+    )
     if "manifest" in info:
         print(f"checkpoint of step {info['manifest'].get('step')}")
 

@@ -17,8 +17,12 @@ def _flags(name: str, aliases: tuple[str, ...]) -> list[str]:
 
 def add_option_flags(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
     """CONFIG.yaml, KEY=VALUE and one flag per option (all options when names is None)."""
-    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | KEY=VALUE",
-                        help="a YAML or JSON file of options, and single options")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="CONFIG.yaml | KEY=VALUE",
+        help="a YAML or JSON file of options, and single options",
+    )
     for option in OPTIONS.values():
         if names is not None and option.name not in names:
             continue
@@ -28,8 +32,13 @@ def add_option_flags(parser: argparse.ArgumentParser, names: tuple[str, ...] | N
         elif option.is_flag:
             extra |= {"nargs": "?", "const": True, "metavar": "true|false"}
         shown = "" if option.default is None else f" (default {option.default})"
-        parser.add_argument(*_flags(option.name, option.aliases), dest=f"option_{option.name}",
-                            default=None, help=option.help.replace("%", "%%") + shown, **extra)
+        parser.add_argument(
+            *_flags(option.name, option.aliases),
+            dest=f"option_{option.name}",
+            default=None,
+            help=option.help.replace("%", "%%") + shown,
+            **extra,
+        )
 
 
 def config_from_args(args: argparse.Namespace, base: RunConfig | None = None) -> RunConfig:
@@ -45,11 +54,7 @@ def config_from_args(args: argparse.Namespace, base: RunConfig | None = None) ->
         else:
             raise UsageError(f"{text!r} is neither a .yaml or .json file nor KEY=VALUE")
     config.update(pairs, "command line")
-    flags = {
-        name: value
-        for name in OPTIONS
-        if (value := getattr(args, f"option_{name}", None)) is not None
-    }
+    flags = {name: value for name in OPTIONS if (value := getattr(args, f"option_{name}", None)) is not None}
     config.update(flags, "command line")
     return config
 
