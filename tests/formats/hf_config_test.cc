@@ -273,9 +273,12 @@ TEST(HfConfig, TextThatIsNoJson) {
   EXPECT_THAT(text("{\"model_type\":\"llama\""), HasSubstr("no valid JSON at byte"));
   EXPECT_THAT(text(R"({"model_type":"llama","model_type":"gpt2"})"), HasSubstr("stands twice"));
   EXPECT_THAT(text(R"({"model_type":"llama","rms_norm_eps":1e999})"), HasSubstr("no valid JSON"));
+}
+
+TEST(HfConfig, AFolderWithoutConfigIsNoModel) {
   const TempFolder folder;
-  EXPECT_THAT(error_of(ErrorCode::kIo, [&] { read_hf_config(folder.path()); }),
-              HasSubstr("config.json"));
+  EXPECT_THAT(error_of(ErrorCode::kInvalidData, [&] { read_hf_config(folder.path()); }),
+              HasSubstr("no Hugging Face folder: it has no config.json"));
 }
 
 }  // namespace
