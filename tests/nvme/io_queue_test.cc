@@ -204,11 +204,12 @@ TEST_P(IoQueueOnBackend, OneFailingTransferDoesNotHarmOthers) {
 TEST_P(IoQueueOnBackend, TransfersGoInOrderOfPriority) {
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 1);
   std::vector<uint64_t> order;
+  std::atomic<int> started{0};
   std::mutex gate;
   gate.lock();
   IoQueue queue(faulty(std::move(real),
                        [&](const IoRequest& request, uint64_t) {
-                         if (order.empty()) std::lock_guard wait(gate);  // until all are queued
+                         if (started++ == 0) std::lock_guard wait(gate);  // until all are queued
                          order.push_back(request.offset / kBlock);
                          return Fault::none();
                        }),
@@ -220,7 +221,7 @@ TEST_P(IoQueueOnBackend, TransfersGoInOrderOfPriority) {
   for (size_t i = 0; i < 6; ++i) {
     reads.push_back(start_transfer(queue, IoOp::kRead, fd_.get(), i * kBlock,
                                    memory.span().subspan(i * kBlock, kBlock), priorities[i]));
-    if (i == 0) std::this_thread::sleep_for(milliseconds(20));  // the first one starts alone
+    if (i == 0) wait_for(started, 1);  // the first one starts alone
   }
   gate.unlock();
   for (auto& read : reads) read.wait();
@@ -239,21 +240,25 @@ TEST_P(IoQueueOnBackend, AFileThatIsTooShortIsAnErrorWithItsLength) {
 
 TEST_P(IoQueueOnBackend, TheDestructorCancelsWhatWaitsAndDrainsWhatRuns) {
   std::vector<Completion<>> reads;
+  std::atomic<int> started{0};
   AlignedMemory memory(64 * kBlock, 4096);
   write_file(memory.span());
   const auto begin = std::chrono::steady_clock::now();
   {
     ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 2);
     IoQueue queue(faulty(std::move(real),
-                         [](const IoRequest&, uint64_t) { return Fault::late(milliseconds(100)); }),
+                         [&](const IoRequest&, uint64_t) {
+                           ++started;
+                           return Fault::late(milliseconds(300));
+                         }),
                   options(2));
     for (size_t i = 0; i < 64; ++i) {
       reads.push_back(start_transfer(queue, IoOp::kRead, fd_.get(), i * kBlock,
                                      memory.span().subspan(i * kBlock, kBlock)));
     }
-    std::this_thread::sleep_for(milliseconds(20));
+    wait_for(started, 2);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
   int succeeded = 0;
   for (auto& read : reads) {
     ASSERT_TRUE(read.done());
@@ -267,18 +272,23 @@ TEST_P(IoQueueOnBackend, TheDestructorGivesUpAfterItsLimit) {
   AlignedMemory memory(kBlock, 4096);
   write_file(memory.span());
   Completion<> read;
-  const auto begin = std::chrono::steady_clock::now();
+  auto started = std::make_shared<std::atomic<int>>(0);  // outlives the test with the backend
+  auto begin = std::chrono::steady_clock::now();
   {
     ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 2);
     auto limited = options();
     limited.drain_limit = milliseconds(50);
     IoQueue queue(faulty(std::move(real),
-                         [](const IoRequest&, uint64_t) { return Fault::late(milliseconds(400)); }),
+                         [started](const IoRequest&, uint64_t) {
+                           ++*started;
+                           return Fault::late(milliseconds(2000));
+                         }),
                   limited);
     read = start_transfer(queue, IoOp::kRead, fd_.get(), 0, memory.span());
-    std::this_thread::sleep_for(milliseconds(10));
+    wait_for(*started, 1);
+    begin = std::chrono::steady_clock::now();
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(350));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(1500));
   EXPECT_FALSE(read.done());
   EXPECT_EQ(read.wait_error(), nullptr);  // the memory stayed in use until here
 }

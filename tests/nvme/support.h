@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -12,6 +14,7 @@
 #include <random>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/completion.h"
@@ -99,6 +102,11 @@ inline Completion<> start_transfer(IoQueue& queue, IoOp op, int fd, uint64_t off
   };
   queue.submit(std::move(transfer));
   return outcome;
+}
+
+// Waits until `counter` has reached `count`.
+inline void wait_for(const std::atomic<int>& counter, int count) {
+  while (counter.load() < count) std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
 inline std::string engine_name(IoEngine engine) {

@@ -344,18 +344,23 @@ TEST_P(SwapperFault, AnExceptionOfTheUserIsWhatIsSeenWhileSwapsAreInFlight) {
 
 TEST_P(SwapperFault, ADriveThatHangsDoesNotHangTheEnd) {
   TempDir dir;
-  auto stuck = backend([](const IoRequest&, uint64_t) { return Fault::late(milliseconds(700)); });
+  auto started = std::make_shared<std::atomic<int>>(0);  // outlives the test with the backend
+  auto stuck = backend([started](const IoRequest&, uint64_t) {
+    ++*started;
+    return Fault::late(milliseconds(2000));
+  });
   ORLOP_SKIP_WITHOUT(stuck);
   auto chosen = options({dir.path()});
   chosen.queue.drain_limit = milliseconds(50);
   Completion<> write;
-  const auto begin = std::chrono::steady_clock::now();
+  auto begin = std::chrono::steady_clock::now();
   {
     Swapper swapper(chosen, std::move(stuck));
     write = swapper.swap_out({{0, 0}, 1, 0}, pool_.acquire());
-    std::this_thread::sleep_for(milliseconds(20));
+    wait_for(*started, 1);
+    begin = std::chrono::steady_clock::now();
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(600));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, milliseconds(1500));
   EXPECT_EQ(pool_.in_use(), 1u) << "the drive still reads the slot";
   static_cast<void>(write.wait_error());
   EXPECT_EQ(pool_.in_use(), 0u);
