@@ -1,13 +1,14 @@
-// One training step of the engine, beside its ceiling: the same step's device work alone (weights resident,
-// no update), measured in the same run.
+// One training step of the engine, beside its ceiling: the same step's device work alone (weights
+// resident, no update), measured in the same run.
 //
-//   bench_step --shape l3|l7|smollm2|DIR [--tokens 16384] [--sequence 2048] [--micro-batch 8] [--steps 5]
+//   bench_step --shape l3|l7|smollm2|DIR [--tokens 16384] [--sequence 2048] [--micro-batch 8]
+//   [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
 //              [--threads N] [--only step|compute] [--trace FILE]
 //
-// Counted FLOPs: 2 per multiply-add of matmuls and attention, forward once and backward twice; recomputation
-// is not counted (MFU counts the same over the datasheet peak).
+// Counted FLOPs: 2 per multiply-add of matmuls and attention, forward once and backward twice;
+// recomputation is not counted (MFU counts the same over the datasheet peak).
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -55,18 +56,22 @@ Options parse(int argc, char** argv) {
 // config.json of a named shape; weights are random.
 std::string shape_folder(const std::string& shape) {
   const std::map<std::string, std::string> shapes = {
-      {"l3", R"("vocab_size":32000,"hidden_size":3072,"intermediate_size":8192,"num_hidden_layers":28,
+      {"l3",
+       R"("vocab_size":32000,"hidden_size":3072,"intermediate_size":8192,"num_hidden_layers":28,
               "num_attention_heads":24,"num_key_value_heads":8,"tie_word_embeddings":false)"},
-      {"l7", R"("vocab_size":32000,"hidden_size":4096,"intermediate_size":11008,"num_hidden_layers":32,
+      {"l7",
+       R"("vocab_size":32000,"hidden_size":4096,"intermediate_size":11008,"num_hidden_layers":32,
               "num_attention_heads":32,"num_key_value_heads":32,"tie_word_embeddings":false)"},
-      {"smollm2", R"("vocab_size":49152,"hidden_size":576,"intermediate_size":1536,"num_hidden_layers":30,
+      {"smollm2",
+       R"("vocab_size":49152,"hidden_size":576,"intermediate_size":1536,"num_hidden_layers":30,
               "num_attention_heads":9,"num_key_value_heads":3,"tie_word_embeddings":true)"}};
   const auto found = shapes.find(shape);
   if (found == shapes.end()) return shape;
   const auto folder = std::filesystem::temp_directory_path() / ("orlop_shape_" + shape);
   std::filesystem::create_directories(folder);
   std::ofstream(folder / "config.json")
-      << "{\"model_type\":\"llama\",\"architectures\":[\"LlamaForCausalLM\"],\"hidden_act\":\"silu\","
+      << "{\"model_type\":\"llama\",\"architectures\":[\"LlamaForCausalLM\"],\"hidden_act\":"
+         "\"silu\","
          "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,"
       << found->second << "}\n";
   return folder.string();
@@ -82,7 +87,8 @@ EngineConfig make_config(const Options& options) {
   config.batch.sequence_length = options.number("sequence", 2048);
   config.batch.micro_batch_size = options.number("micro-batch", 8);
   const int64_t micro_tokens = config.batch.sequence_length * config.batch.micro_batch_size;
-  config.batch.accumulation_steps = std::max<int64_t>(1, options.number("tokens", 16384) / micro_tokens);
+  config.batch.accumulation_steps =
+      std::max<int64_t>(1, options.number("tokens", 16384) / micro_tokens);
   config.threads = static_cast<int>(options.number("threads", 0));
   config.from_scratch = true;
   config.schedule.kind = ScheduleKind::kConstant;
@@ -90,11 +96,14 @@ EngineConfig make_config(const Options& options) {
   if (options.has("device-mem")) {
     config.limits.device_bytes = parse_bytes(options.get("device-mem", ""), "--device-mem");
   }
-  if (options.has("resident")) config.placement.resident_blocks = static_cast<int>(options.number("resident", 0));
+  if (options.has("resident"))
+    config.placement.resident_blocks = static_cast<int>(options.number("resident", 0));
   if (options.has("device-optimizer")) {
-    config.placement.device_optimizer_blocks = static_cast<int>(options.number("device-optimizer", 0));
+    config.placement.device_optimizer_blocks =
+        static_cast<int>(options.number("device-optimizer", 0));
   }
-  if (options.has("prefetch")) config.placement.prefetch_depth = static_cast<int>(options.number("prefetch", 1));
+  if (options.has("prefetch"))
+    config.placement.prefetch_depth = static_cast<int>(options.number("prefetch", 1));
   if (options.has("activations")) {
     config.placement.activations_on_device = options.get("activations", "") == "device";
   }
@@ -106,7 +115,8 @@ std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab
   std::uniform_int_distribution<int32_t> token(0, static_cast<int32_t>(vocab_size) - 1);
   std::vector<MicroBatch> batches(static_cast<size_t>(config.batch.accumulation_steps));
   for (MicroBatch& batch : batches) {
-    batch.tokens.resize(static_cast<size_t>(config.batch.micro_batch_size * config.batch.sequence_length));
+    batch.tokens.resize(
+        static_cast<size_t>(config.batch.micro_batch_size * config.batch.sequence_length));
     for (int32_t& id : batch.tokens) id = token(random);
     batch.labels.assign(batch.tokens.begin() + 1, batch.tokens.end());
     batch.labels.push_back(kIgnoredLabel);
@@ -115,8 +125,9 @@ std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab
 }
 
 void print_row(const char* what, const Summary& seconds, double tokens, double flops) {
-  fmt::print("{:44} {:8.4f} s (spread {:4.1f} %) {:9.0f} tok/s {:7.1f} TFLOP/s\n", what, seconds.median,
-             100 * seconds.spread(), tokens / seconds.median, flops / seconds.median / 1e12);
+  fmt::print("{:44} {:8.4f} s (spread {:4.1f} %) {:9.0f} tok/s {:7.1f} TFLOP/s\n", what,
+             seconds.median, 100 * seconds.spread(), tokens / seconds.median,
+             flops / seconds.median / 1e12);
 }
 
 struct ComputeTimes {
@@ -125,7 +136,8 @@ struct ComputeTimes {
 };
 
 // The step's device work with resident weights, and its forward alone.
-ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, int steps, double& flops) {
+ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, int steps,
+                             double& flops) {
   config.placement = {};
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
@@ -135,7 +147,8 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",
              session.planning().report.resident_blocks, session.planning().report.blocks,
              format_bytes(session.planning().report.device_peak_bytes));
-  const std::vector<MicroBatch> batches = random_batches(config, session.planning().model.vocab_size);
+  const std::vector<MicroBatch> batches =
+      random_batches(config, session.planning().model.vocab_size);
   flops = 0;
   for (const double block : session.input().forward_flops) flops += 3 * block;
   flops *= static_cast<double>(batches.size());
@@ -167,8 +180,9 @@ void run(const Options& options) {
   const EngineConfig config = make_config(options);
   const int steps = static_cast<int>(options.number("steps", 5));
   const std::string only = options.get("only", "both");
-  const double tokens = static_cast<double>(config.batch.accumulation_steps * config.batch.micro_batch_size *
-                                            config.batch.sequence_length);
+  const double tokens =
+      static_cast<double>(config.batch.accumulation_steps * config.batch.micro_batch_size *
+                          config.batch.sequence_length);
   double flops = 0;
   ComputeTimes compute;
   if (only != "step") {
@@ -196,15 +210,18 @@ void run(const Options& options) {
   const Summary step = summarize(seconds);
   const double update = (after.optimizer_seconds - before.optimizer_seconds) / steps;
   print_row("training step", step, tokens, flops);
-  fmt::print("host update {:.4f} s per step; up {}, down {} per step\n", update,
-             format_bytes((after.uploaded_bytes - before.uploaded_bytes) / static_cast<size_t>(steps)),
-             format_bytes((after.offloaded_bytes - before.offloaded_bytes) / static_cast<size_t>(steps)));
+  fmt::print(
+      "host update {:.4f} s per step; up {}, down {} per step\n", update,
+      format_bytes((after.uploaded_bytes - before.uploaded_bytes) / static_cast<size_t>(steps)),
+      format_bytes((after.offloaded_bytes - before.offloaded_bytes) / static_cast<size_t>(steps)));
   if (only == "step") return;
   const double backward = compute.step.median - compute.forward.median;
   const double bound = backward + std::max(compute.forward.median, update);
-  fmt::print("bound backward + max(forward, host update) {:.4f} s: step / bound {:.3f}; compute-only / step "
-             "{:.3f}\n",
-             bound, step.median / bound, compute.step.median / step.median);
+  fmt::print(
+      "bound backward + max(forward, host update) {:.4f} s: step / bound {:.3f}; compute-only / "
+      "step "
+      "{:.3f}\n",
+      bound, step.median / bound, compute.step.median / step.median);
 }
 
 }  // namespace

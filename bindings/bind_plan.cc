@@ -57,7 +57,6 @@ void bind_plan(py::module_& module) {
       .def_readonly("offloaded_bytes", &Stats::offloaded_bytes)
       .def_readonly("device_peak_bytes", &Stats::device_peak_bytes)
       .def_readonly("host_bytes", &Stats::host_bytes)
-      .def_readonly("compute_stall_seconds", &Stats::compute_stall_seconds)
       .def_readonly("optimizer_seconds", &Stats::optimizer_seconds)
       .def_readonly("optimizer_exposed_seconds", &Stats::optimizer_exposed_seconds);
 }

@@ -83,7 +83,6 @@ class StepRecorder:
                 "optimizer": 1e3 * (stats.optimizer_seconds - last.optimizer_seconds),
             },
             "stall_ms": {
-                "compute": 1e3 * (stats.compute_stall_seconds - last.compute_stall_seconds),
                 "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
             },
             "link_bytes": {

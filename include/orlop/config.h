@@ -11,7 +11,8 @@ namespace orlop {
 
 enum class Precision : uint8_t { kF32, kBF16, kF16 };
 
-// AdamW (Loshchilov & Hutter 2019) as torch.optim.AdamW computes it; Adam with L2 when not decoupled.
+// AdamW (Loshchilov & Hutter 2019) as torch.optim.AdamW computes it; Adam with L2 when not
+// decoupled.
 struct OptimizerConfig {
   double learning_rate = 2e-5;
   double beta1 = 0.9;
@@ -47,11 +48,11 @@ struct LimitsConfig {
 
 // What the planner decides by itself unless it is told.
 struct PlacementConfig {
-  std::optional<int> prefetch_depth;          // blocks uploaded ahead of compute, 0..8
-  std::optional<int> resident_blocks;         // blocks whose weights stay on the device
-  std::optional<int> device_optimizer_blocks; // blocks whose optimizer states live on the device
-  std::optional<bool> activations_on_device;  // block inputs: device, or pinned host memory
-  std::optional<int> wave;                    // micro-batches per wave
+  std::optional<int> prefetch_depth;           // blocks uploaded ahead of compute, 0..8
+  std::optional<int> resident_blocks;          // blocks whose weights stay on the device
+  std::optional<int> device_optimizer_blocks;  // blocks whose optimizer states live on the device
+  std::optional<bool> activations_on_device;   // block inputs: device, or pinned host memory
+  std::optional<int> wave;                     // micro-batches per wave
 };
 
 struct EngineConfig {
@@ -62,11 +63,11 @@ struct EngineConfig {
   ScheduleConfig schedule;
   LimitsConfig limits;
   PlacementConfig placement;
-  int threads = 0;              // host threads for compute and optimizer; 0: every usable core
-  bool reference_ops = false;   // host device only: plain loops instead of oneDNN
-  int max_skipped_steps = 10;   // this many non-finite steps in a row end the run
-  bool from_scratch = false;    // random weights, normal(0, 0.02), instead of the folder's
-  uint64_t seed = 0;            // random weights and stochastic rounding
+  int threads = 0;             // host threads for compute and optimizer; 0: every usable core
+  bool reference_ops = false;  // host device only: plain loops instead of oneDNN
+  int max_skipped_steps = 10;  // this many non-finite steps in a row end the run
+  bool from_scratch = false;   // random weights, normal(0, 0.02), instead of the folder's
+  uint64_t seed = 0;           // random weights and stochastic rounding
 };
 
 }  // namespace orlop

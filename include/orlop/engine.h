@@ -19,7 +19,8 @@ inline constexpr int32_t kIgnoredLabel = -100;
 // One micro-batch of micro_batch_size * sequence_length tokens, row after row.
 //   tokens      token ids
 //   labels      the id that each position is to predict (already shifted), or kIgnoredLabel
-//   cu_seqlens  row offsets of packed documents, from 0 to the number of tokens; tokens attend inside
+//   cu_seqlens  row offsets of packed documents, from 0 to the number of tokens; tokens attend
+//   inside
 //               their own document only. Empty: every row is one document.
 struct MicroBatch {
   std::vector<int32_t> tokens;
@@ -28,13 +29,13 @@ struct MicroBatch {
 };
 
 struct StepResult {
-  int64_t step = 0;       // the number of this step, from 1
-  double loss = 0;        // mean over the labelled tokens of the step, in nats
-  double grad_norm = 0;   // global, before clipping
-  double clip = 1;        // factor that clipping applied
+  int64_t step = 0;      // the number of this step, from 1
+  double loss = 0;       // mean over the labelled tokens of the step, in nats
+  double grad_norm = 0;  // global, before clipping
+  double clip = 1;       // factor that clipping applied
   double learning_rate = 0;
   double loss_scale = 1;
-  bool skipped = false;   // a gradient was not finite: no state changed
+  bool skipped = false;  // a gradient was not finite: no state changed
   int64_t tokens = 0;
   int64_t labelled_tokens = 0;
   double seconds = 0;
@@ -53,13 +54,14 @@ struct TensorDescription {
   bool weight_decay = false;
 };
 
-// Trains one model. Opened from a Hugging Face folder (config.json and safetensors); owns all states,
-// the device and its threads. Called by one thread at a time. Every failure is an orlop::Error; after a
-// failed step the engine refuses further steps, and the last checkpoint is as it was.
+// Trains one model. Opened from a Hugging Face folder (config.json and safetensors); owns all
+// states, the device and its threads. Called by one thread at a time. Every failure is an
+// orlop::Error; after a failed step the engine refuses further steps, and the last checkpoint is as
+// it was.
 class ORLOP_EXPORT Engine {
  public:
-  // Plans, takes the memory of the plan, reads the weights. Throws Error(kDoesNotFit) with the shortage
-  // per tier and the smallest change that fits before anything big is allocated.
+  // Plans, takes the memory of the plan, reads the weights. Throws Error(kDoesNotFit) with the
+  // shortage per tier and the smallest change that fits before anything big is allocated.
   static std::unique_ptr<Engine> open(const std::string& model_dir, const EngineConfig& config);
 
   // The plan that open() would make, from config.json alone.
@@ -70,8 +72,8 @@ class ORLOP_EXPORT Engine {
   const PlanReport& plan() const;
   const EngineConfig& config() const;
 
-  // One optimizer step over accumulation_steps micro-batches (a last step may have fewer). The update of
-  // the optimizer may still run when this returns; whatever reads states waits for it.
+  // One optimizer step over accumulation_steps micro-batches (a last step may have fewer). The
+  // update of the optimizer may still run when this returns; whatever reads states waits for it.
   StepResult step(std::span<const MicroBatch> batches);
 
   // Mean loss without touching any state.
@@ -83,19 +85,20 @@ class ORLOP_EXPORT Engine {
   std::vector<TensorDescription> tensors() const;
   void read_state(const std::string& tensor, StateKind kind, std::span<float> values);
 
-  // Writes run_dir/step-N/ (states, manifest last, rename) and keeps the newest `keep`. `user_state` is
-  // stored in the manifest and given back by load_checkpoint: the place for the data loader's position.
-  // Returns the folder's path.
+  // Writes run_dir/step-N/ (states, manifest last, rename) and keeps the newest `keep`.
+  // `user_state` is stored in the manifest and given back by load_checkpoint: the place for the
+  // data loader's position. Returns the folder's path.
   std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep);
 
-  // Reads one step-N folder into the present placement, whatever placement wrote it. Returns user_state.
+  // Reads one step-N folder into the present placement, whatever placement wrote it. Returns
+  // user_state.
   std::string load_checkpoint(const std::string& step_dir);
 
   // The newest complete checkpoint of a run, or "".
   static std::string latest_checkpoint(const std::string& run_dir);
 
-  // Writes a complete Hugging Face folder: weights in `dtype` (the model's compute dtype by default),
-  // index, config.json and the tokenizer files of the folder the engine was opened from.
+  // Writes a complete Hugging Face folder: weights in `dtype` (the model's compute dtype by
+  // default), index, config.json and the tokenizer files of the folder the engine was opened from.
   void export_hf(const std::string& out_dir, size_t max_shard_bytes = size_t{5} << 30);
 
   Stats stats() const;
@@ -116,9 +119,9 @@ struct DataPosition {
   int64_t row = 0;  // rows of this epoch that were handed out
 };
 
-// Deterministic batches from a token file (.tok). Documents are shuffled per epoch by (seed, epoch), laid
-// end to end and cut into rows of sequence_length; a document never attends to another. The last,
-// incomplete row of an epoch is padded with ignored labels.
+// Deterministic batches from a token file (.tok). Documents are shuffled per epoch by (seed,
+// epoch), laid end to end and cut into rows of sequence_length; a document never attends to
+// another. The last, incomplete row of an epoch is padded with ignored labels.
 class ORLOP_EXPORT DataLoader {
  public:
   DataLoader(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle);

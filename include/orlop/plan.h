@@ -24,8 +24,8 @@ struct PlanLane {
   double stall_seconds = 0;
 };
 
-// What a run will need and take, known before it starts. Memory is a promise that the run keeps; time is
-// a prediction from measured bandwidths.
+// What a run will need and take, known before it starts. Memory is a promise that the run keeps;
+// time is a prediction from measured bandwidths.
 struct ORLOP_EXPORT PlanReport {
   std::string model;
   std::string device;
@@ -43,11 +43,12 @@ struct ORLOP_EXPORT PlanReport {
   int prefetch_depth = 0;
   int waves = 1;
   bool activations_on_device = false;
-  double step_seconds = 0;      // predicted
-  double compute_seconds = 0;   // of it, the compute queue alone
-  double optimizer_seconds = 0; // the host update alone
+  double step_seconds = 0;       // predicted
+  double compute_seconds = 0;    // of it, the compute queue alone
+  double optimizer_seconds = 0;  // the host update alone
   std::vector<PlanLane> lanes;
-  bool time_is_measured = false;  // false: from default bandwidths, not from `orlop doctor --measure`
+  bool time_is_measured =
+      false;  // false: from default bandwidths, not from `orlop doctor --measure`
 
   std::string to_text() const;  // the table that `orlop plan` prints
   std::string to_json() const;

@@ -15,10 +15,9 @@ struct Stats {
   int64_t skipped_steps = 0;
   uint64_t uploaded_bytes = 0;
   uint64_t offloaded_bytes = 0;
-  size_t device_peak_bytes = 0;   // arena and device overhead as taken
-  size_t host_bytes = 0;          // arena as taken
-  double compute_stall_seconds = 0;
-  double optimizer_seconds = 0;   // time inside host updates
+  size_t device_peak_bytes = 0;          // arena and device overhead as taken
+  size_t host_bytes = 0;                 // arena as taken
+  double optimizer_seconds = 0;          // time inside host updates
   double optimizer_exposed_seconds = 0;  // of it, time the main thread waited
 };
 

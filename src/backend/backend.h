@@ -14,8 +14,9 @@ namespace orlop {
 class Ops;
 class Tracer;
 
-// A point in a queue's work. record() moves it to the queue's present end; a wait() issued after that
-// waits for exactly this point, also when the event is recorded again later. Made once, reused.
+// A point in a queue's work. record() moves it to the queue's present end; a wait() issued after
+// that waits for exactly this point, also when the event is recorded again later. Made once,
+// reused.
 class Event {
  public:
   virtual ~Event() = default;
@@ -24,16 +25,16 @@ class Event {
   virtual bool query() const = 0;
 };
 
-// A counter in pinned memory that the host sets and queues wait for: "the optimizer has written version
-// N of this parameter". Versions only grow; kFailed opens every wait, the owner of the gate then reports
-// the error at its next call. Lives in memory that the backend can reach.
+// A counter in pinned memory that the host sets and queues wait for: "the optimizer has written
+// version N of this parameter". Versions only grow; kFailed opens every wait, the owner of the gate
+// then reports the error at its next call. Lives in memory that the backend can reach.
 struct Gate {
   static constexpr uint32_t kFailed = 0x7fffffffu;
   std::atomic<uint32_t>* value = nullptr;
 };
 
-// An in-order stream of work. Calls only issue work; all pointers stay valid until it has run. Called by
-// one thread at a time.
+// An in-order stream of work. Calls only issue work; all pointers stay valid until it has run.
+// Called by one thread at a time.
 class Queue {
  public:
   virtual ~Queue() = default;
@@ -65,8 +66,8 @@ struct DeviceInfo {
   bool is_host = false;
 };
 
-// Device memory, queues and operations of one device. All device memory is one arena that is taken once;
-// what lies where inside it is the StepPlan's matter. Nothing on the step path allocates.
+// Device memory, queues and operations of one device. All device memory is one arena that is taken
+// once; what lies where inside it is the StepPlan's matter. Nothing on the step path allocates.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -76,12 +77,13 @@ class Backend {
   virtual std::unique_ptr<Event> make_event() = 0;
   virtual Ops& ops() = 0;
 
-  // Takes the arena: `bytes` of device memory, aligned to kDeviceAlignment. Once per backend; throws
-  // Error(kDoesNotFit) with both numbers when the device has less.
+  // Takes the arena: `bytes` of device memory, aligned to kDeviceAlignment. Once per backend;
+  // throws Error(kDoesNotFit) with both numbers when the device has less.
   virtual void* allocate_arena(size_t bytes) = 0;
 
-  // Makes host memory known to the device so that copies from and to it run asynchronously. Page-aligned;
-  // undone when the backend is destroyed. A refusal is an Error(kOutOfMemory) that names the amount.
+  // Makes host memory known to the device so that copies from and to it run asynchronously.
+  // Page-aligned; undone when the backend is destroyed. A refusal is an Error(kOutOfMemory) that
+  // names the amount.
   virtual void register_host_memory(void* address, size_t bytes) = 0;
 
   // Waits for all queues and throws the first asynchronous error of any.

@@ -12,16 +12,17 @@ class Queue;
 
 // Operations of a transformer block on one device. Every call only issues work on `queue`.
 //
-// Conventions: matrices are row-major; N tokens of a micro-batch are the rows of an activation; `dtype`
-// is the compute dtype of activations and weights (fp32, bf16 or fp16), sums run in fp32 or wider;
-// gradients of weights accumulate into fp32 (`+=`), in a fixed order, without atomics. Strides count
-// elements. Pointers are device memory unless a comment says host. No operation allocates.
+// Conventions: matrices are row-major; N tokens of a micro-batch are the rows of an activation;
+// `dtype` is the compute dtype of activations and weights (fp32, bf16 or fp16), sums run in fp32 or
+// wider; gradients of weights accumulate into fp32 (`+=`), in a fixed order, without atomics.
+// Strides count elements. Pointers are device memory unless a comment says host. No operation
+// allocates.
 
 // c[m, n] (+)= op(a)[m, k] * op(b)[k, n] + bias[n]
 struct MatmulArgs {
-  const void* a = nullptr;  // (m, k), or (k, m) when trans_a
-  const void* b = nullptr;  // (k, n), or (n, k) when trans_b
-  void* c = nullptr;        // (m, n) of out_dtype
+  const void* a = nullptr;     // (m, k), or (k, m) when trans_a
+  const void* b = nullptr;     // (k, n), or (n, k) when trans_b
+  void* c = nullptr;           // (m, n) of out_dtype
   const void* bias = nullptr;  // (n) of in_dtype, or null
   int64_t m = 0, n = 0, k = 0;
   int64_t lda = 0, ldb = 0, ldc = 0;  // elements between rows as stored
@@ -31,10 +32,12 @@ struct MatmulArgs {
   DType out_dtype = DType::kF32;
 };
 
-// RMSNorm (mean == null) or LayerNorm over groups of `cols` elements. Element (r, g, c) of x lies at
-// x + r * x_stride + g * cols + c; y likewise with y_stride. groups > 1 is QK norm: one group per head.
+// RMSNorm (mean == null) or LayerNorm over groups of `cols` elements. Element (r, g, c) of x lies
+// at x + r * x_stride + g * cols + c; y likewise with y_stride. groups > 1 is QK norm: one group
+// per head.
 //   rstd, mean  (rows * groups) fp32, written by forward, read by backward
-//   residual    when set, forward first does x += residual (same stride as x) and keeps the sum in x
+//   residual    when set, forward first does x += residual (same stride as x) and keeps the sum in
+//   x
 struct NormArgs {
   void* x = nullptr;
   const void* residual = nullptr;
@@ -48,8 +51,8 @@ struct NormArgs {
   DType dtype = DType::kF32;
 };
 
-//   dx      (+)= gradient with respect to x (strides as x_stride); `accumulate_dx` adds. May alias dy.
-//   dweight (cols) fp32 +=, dbias (cols) fp32 +=
+//   dx      (+)= gradient with respect to x (strides as x_stride); `accumulate_dx` adds. May alias
+//   dy. dweight (cols) fp32 +=, dbias (cols) fp32 +=
 struct NormBackwardArgs {
   const void* dy = nullptr;  // strides as y_stride
   const void* x = nullptr;   // the normalised input (after the residual was added)
@@ -78,7 +81,8 @@ struct RopeArgs {
   DType dtype = DType::kF32;
 };
 
-// Causal grouped-query attention over packed sequences: tokens attend within their own sequence only.
+// Causal grouped-query attention over packed sequences: tokens attend within their own sequence
+// only.
 //   q (rows, heads, head_dim), k and v (rows, kv_heads, head_dim), with strides between rows
 //   out (rows, heads, head_dim) dense, lse (heads, rows) fp32: log of the softmax denominator
 //   cu_seqlens (sequences + 1) int32 row offsets, on the device and, the same, on the host
@@ -142,13 +146,14 @@ struct EmbeddingArgs {
 };
 
 // dtable[id] += sum of dy over the rows whose index is id, in row order. The host sorts the rows by
-// index once: run s covers sorted_rows[run_begin[s] .. run_begin[s + 1]) and has index run_index[s].
+// index once: run s covers sorted_rows[run_begin[s] .. run_begin[s + 1]) and has index
+// run_index[s].
 struct EmbeddingBackwardArgs {
-  const void* dy = nullptr;                // (rows, cols)
-  float* dtable = nullptr;                 // (vocab, cols) fp32
-  const int32_t* sorted_rows = nullptr;    // (rows)
-  const int32_t* run_begin = nullptr;      // (runs + 1)
-  const int32_t* run_index = nullptr;      // (runs)
+  const void* dy = nullptr;              // (rows, cols)
+  float* dtable = nullptr;               // (vocab, cols) fp32
+  const int32_t* sorted_rows = nullptr;  // (rows)
+  const int32_t* run_begin = nullptr;    // (runs + 1)
+  const int32_t* run_index = nullptr;    // (runs)
   int64_t runs = 0, rows = 0, cols = 0;
   DType dtype = DType::kF32;
 };
@@ -161,14 +166,16 @@ struct CrossEntropyArgs {
   void* logits = nullptr;
   const int32_t* labels = nullptr;
   float* loss = nullptr;
-  const float* scale = nullptr;  // one fp32 in device memory: loss_scale / labelled tokens of the step
+  const float* scale =
+      nullptr;  // one fp32 in device memory: loss_scale / labelled tokens of the step
   int64_t rows = 0, vocab = 0;
   bool write_gradient = true;
   DType dtype = DType::kF32;
 };
 
 // One FlatParam's gradient, rounded to what the optimizer reads, and its share of the global norm.
-//   rounded      (numel) of out_dtype, round to nearest even; may be null when out_dtype is fp32: the
+//   rounded      (numel) of out_dtype, round to nearest even; may be null when out_dtype is fp32:
+//   the
 //                gradient then stays where it is
 //   square_sum   fp64, overwritten: sum of squares of the rounded gradient in the fixed order of
 //                cpu_adam/grad_norm.h; the same bits on every backend
@@ -184,11 +191,12 @@ struct RoundGradArgs {
   DType out_dtype = DType::kF32;
 };
 
-// What the update of every shard reads; computed once per step from all square sums, in FlatParam order.
+// What the update of every shard reads; computed once per step from all square sums, in FlatParam
+// order.
 struct StepScalars {
-  double grad_norm = 0;     // of the unscaled gradient, before clipping
-  float grad_scale = 1;     // clip / loss_scale: one fp32 multiply on every gradient element
-  int32_t skip = 0;         // 1: a gradient is not finite, nothing is updated
+  double grad_norm = 0;          // of the unscaled gradient, before clipping
+  float grad_scale = 1;          // clip / loss_scale: one fp32 multiply on every gradient element
+  int32_t skip = 0;              // 1: a gradient is not finite, nothing is updated
   int64_t nonfinite_param = -1;  // first FlatParam with a NaN or Inf
   int64_t nonfinite_index = -1;  // element in it
 };
@@ -204,9 +212,9 @@ struct FinishNormArgs {
 
 // One AdamW step over `numel` elements in device memory; planes and formula as in cpu_adam/adam.h.
 struct DeviceAdamArgs {
-  void* param = nullptr;      // compute copy: hi plane (bf16), or fp16 copy; unused for fp32
-  uint16_t* lo = nullptr;     // bf16 compute: low plane
-  float* master = nullptr;    // fp16 and fp32 compute
+  void* param = nullptr;    // compute copy: hi plane (bf16), or fp16 copy; unused for fp32
+  uint16_t* lo = nullptr;   // bf16 compute: low plane
+  float* master = nullptr;  // fp16 and fp32 compute
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
   const void* grad = nullptr;
@@ -246,7 +254,8 @@ class Ops {
   virtual void round_grad(Queue& queue, const RoundGradArgs& args) = 0;
   virtual void finish_norm(Queue& queue, const FinishNormArgs& args) = 0;
   virtual void device_adam(Queue& queue, const DeviceAdamArgs& args) = 0;
-  // Logits rows per LM-head chunk: a function of shape only, so that the bits do not depend on budgets.
+  // Logits rows per LM-head chunk: a function of shape only, so that the bits do not depend on
+  // budgets.
   virtual int64_t head_chunk_rows(int64_t vocab, DType dtype) const = 0;
 };
 

@@ -9,8 +9,8 @@
 
 namespace orlop {
 
-// A first-in first-out queue of fixed capacity between threads. push() waits while it is full, which
-// is the back-pressure; after close() pushes are refused and pops drain what is left.
+// A first-in first-out queue of fixed capacity between threads. push() waits while it is full,
+// which is the back-pressure; after close() pushes are refused and pops drain what is left.
 template <typename T>
 class BoundedQueue {
  public:

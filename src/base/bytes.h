@@ -27,8 +27,8 @@ constexpr int64_t ceil_div(int64_t value, int64_t divisor) {
 // "1.50 GiB", "312 MiB", "17 B".
 std::string format_bytes(size_t bytes);
 
-// Accepts "24GiB", "24 GB", "512M", "1.5GiB", "4096"; GB is 1e9, GiB and G are 2^30. `what` names the
-// field in the error. Throws Error(kUsage).
+// Accepts "24GiB", "24 GB", "512M", "1.5GiB", "4096"; GB is 1e9, GiB and G are 2^30. `what` names
+// the field in the error. Throws Error(kUsage).
 size_t parse_bytes(std::string_view text, std::string_view what);
 
 }  // namespace orlop

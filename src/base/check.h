@@ -30,10 +30,10 @@ inline std::string errno_text(int error) { return std::generic_category().messag
 }  // namespace orlop
 
 // Guards a promise of the engine itself; a failure is a defect of Orlop, never of its input.
-#define ORLOP_INVARIANT(condition)                                                              \
-  do {                                                                                          \
-    if (!(condition)) [[unlikely]] {                                                            \
-      ::orlop::fail(::orlop::ErrorCode::kInternal, "{}:{}: broken invariant: {}", __FILE__,      \
-                    __LINE__, #condition);                                                      \
-    }                                                                                           \
+#define ORLOP_INVARIANT(condition)                                                          \
+  do {                                                                                      \
+    if (!(condition)) [[unlikely]] {                                                        \
+      ::orlop::fail(::orlop::ErrorCode::kInternal, "{}:{}: broken invariant: {}", __FILE__, \
+                    __LINE__, #condition);                                                  \
+    }                                                                                       \
   } while (false)

@@ -3,9 +3,9 @@
 #include <bit>
 #include <cstdint>
 
-// Scalar conversions between fp32 and the two 16-bit formats. Round to nearest even; a NaN stays a NaN
-// (payloads are outside the promise); subnormals are kept. Never included by a file that is compiled
-// for a special instruction set.
+// Scalar conversions between fp32 and the two 16-bit formats. Round to nearest even; a NaN stays a
+// NaN (payloads are outside the promise); subnormals are kept. Never included by a file that is
+// compiled for a special instruction set.
 namespace orlop {
 
 inline float bf16_to_float(uint16_t value) {

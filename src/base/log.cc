@@ -27,8 +27,7 @@ spdlog::level::level_enum to_spdlog(LogLevel level) {
 // Lives for the whole process, so that threads may log while it ends.
 spdlog::logger& logger() {
   static spdlog::logger* const instance = [] {
-    auto* made =
-        new spdlog::logger("orlop", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    auto* made = new spdlog::logger("orlop", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     const char* level = std::getenv("ORLOP_LOG");
     made->set_level(level ? spdlog::level::from_str(level) : spdlog::level::warn);
     made->set_pattern("[orlop] [%l] %v");

@@ -46,7 +46,8 @@ struct CudaLibrary {
 
 fs::path own_folder() {
   Dl_info info{};
-  if (dladdr(reinterpret_cast<const void*>(&version), &info) == 0 || info.dli_fname == nullptr) return {};
+  if (dladdr(reinterpret_cast<const void*>(&version), &info) == 0 || info.dli_fname == nullptr)
+    return {};
   return fs::path(info.dli_fname).parent_path();
 }
 
@@ -60,7 +61,8 @@ CudaLibrary load_cuda() {
     return library;
   }
   library.make = reinterpret_cast<OrlopMakeCudaBackend>(dlsym(handle, "orlop_make_cuda_backend"));
-  library.device_count = reinterpret_cast<OrlopCudaDeviceCount>(dlsym(handle, "orlop_cuda_device_count"));
+  library.device_count =
+      reinterpret_cast<OrlopCudaDeviceCount>(dlsym(handle, "orlop_cuda_device_count"));
   if (library.make == nullptr || library.device_count == nullptr) {
     library.error = fmt::format("{} is of another version of Orlop", beside.string());
   }
@@ -75,7 +77,8 @@ const CudaLibrary& cuda_library() {
 BackendChoice make_cuda(const EngineConfig& config, int index, Tracer* tracer) {
   const CudaLibrary& library = cuda_library();
   check(library.error.empty(), ErrorCode::kDevice,
-        "device '{}': the CUDA part of Orlop cannot be loaded: {}; use --device host, or install a build "
+        "device '{}': the CUDA part of Orlop cannot be loaded: {}; use --device host, or install a "
+        "build "
         "with CUDA and an NVIDIA driver",
         config.device, library.error);
   CudaBackendOptions options;
@@ -107,7 +110,8 @@ BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* trac
   if (config.device == "host") return make_host(config, threads, tracer);
   if (config.device == "auto") {
     const CudaLibrary& library = cuda_library();
-    if (!library.error.empty() || library.device_count() == 0) return make_host(config, threads, tracer);
+    if (!library.error.empty() || library.device_count() == 0)
+      return make_host(config, threads, tracer);
     return make_cuda(config, 0, tracer);
   }
   check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,

@@ -14,9 +14,9 @@ struct BackendChoice {
   size_t device_budget_bytes = 0;
 };
 
-// The backend that config.device names: "host", "cuda", "cuda:N", or "auto": the first GPU if there is
-// one that works, else the host. Throws Error(kUsage) for any other name, Error(kDevice) when a GPU was
-// asked for and cannot be used, with the reason.
+// The backend that config.device names: "host", "cuda", "cuda:N", or "auto": the first GPU if there
+// is one that works, else the host. Throws Error(kUsage) for any other name, Error(kDevice) when a
+// GPU was asked for and cannot be used, with the reason.
 BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer);
 
 }  // namespace orlop

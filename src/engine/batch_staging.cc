@@ -42,7 +42,8 @@ BatchStaging::BatchStaging(int64_t rows, int64_t sequence_length, int64_t vocab_
 
 void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
   const int64_t tokens = static_cast<int64_t>(batch.tokens.size());
-  check(tokens == rows_ && static_cast<int64_t>(batch.labels.size()) == rows_, ErrorCode::kInvalidData,
+  check(tokens == rows_ && static_cast<int64_t>(batch.labels.size()) == rows_,
+        ErrorCode::kInvalidData,
         "micro-batch {}: {} tokens and {} labels; the configuration says micro_batch_size * "
         "sequence_length = {}",
         index, tokens, batch.labels.size(), rows_);
@@ -51,10 +52,11 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
     const int32_t token = batch.tokens[static_cast<size_t>(row)];
     const int32_t label = batch.labels[static_cast<size_t>(row)];
     check(token >= 0 && token < vocab_size_, ErrorCode::kInvalidData,
-          "micro-batch {}: token id {} at position {} is outside the vocabulary of {}", index, token, row,
-          vocab_size_);
+          "micro-batch {}: token id {} at position {} is outside the vocabulary of {}", index,
+          token, row, vocab_size_);
     check(label == kIgnoredLabel || (label >= 0 && label < vocab_size_), ErrorCode::kInvalidData,
-          "micro-batch {}: label {} at position {} is outside the vocabulary of {} and not {} (ignored)",
+          "micro-batch {}: label {} at position {} is outside the vocabulary of {} and not {} "
+          "(ignored)",
           index, label, row, vocab_size_, kIgnoredLabel);
     if (label != kIgnoredLabel) ++labelled_tokens_;
   }
@@ -64,12 +66,14 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
   int32_t* cu_seqlens = ints(host, at_.cu_seqlens);
   if (batch.cu_seqlens.empty()) {
     sequences_ = rows_ / sequence_length_;
-    for (int64_t s = 0; s <= sequences_; ++s) cu_seqlens[s] = static_cast<int32_t>(s * sequence_length_);
+    for (int64_t s = 0; s <= sequences_; ++s)
+      cu_seqlens[s] = static_cast<int32_t>(s * sequence_length_);
   } else {
     sequences_ = static_cast<int64_t>(batch.cu_seqlens.size()) - 1;
     check(sequences_ >= 1 && sequences_ <= rows_ && batch.cu_seqlens.front() == 0 &&
               batch.cu_seqlens.back() == rows_,
-          ErrorCode::kInvalidData, "micro-batch {}: cu_seqlens must rise from 0 to {}", index, rows_);
+          ErrorCode::kInvalidData, "micro-batch {}: cu_seqlens must rise from 0 to {}", index,
+          rows_);
     std::memcpy(cu_seqlens, batch.cu_seqlens.data(), batch.cu_seqlens.size() * sizeof(int32_t));
   }
   int32_t* positions = ints(host, at_.positions);
@@ -78,7 +82,8 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
     const int64_t length = end - cu_seqlens[s];
     check(length >= 1 && length <= max_positions_ && length <= sequence_length_ && end <= rows_,
           ErrorCode::kInvalidData,
-          "micro-batch {}: document {} has {} tokens up to {} of {}; the model allows {}, the configured "
+          "micro-batch {}: document {} has {} tokens up to {} of {}; the model allows {}, the "
+          "configured "
           "sequence length is {}",
           index, s, length, end, rows_, max_positions_, sequence_length_);
     for (int64_t i = 0; i < length; ++i) positions[cu_seqlens[s] + i] = static_cast<int32_t>(i);
@@ -89,8 +94,8 @@ void BatchStaging::fill(const MicroBatch& batch, std::byte* host, int index) {
                              at_.position_run_begin, at_.position_run_index);
 }
 
-int64_t BatchStaging::sort_runs(const int32_t* keys, int64_t key_count, std::byte* host, size_t rows_at,
-                                size_t begin_at, size_t index_at) {
+int64_t BatchStaging::sort_runs(const int32_t* keys, int64_t key_count, std::byte* host,
+                                size_t rows_at, size_t begin_at, size_t index_at) {
   std::fill_n(counts_.begin(), key_count + 1, 0);
   for (int64_t row = 0; row < rows_; ++row) ++counts_[static_cast<size_t>(keys[row])];
   int32_t* begins = ints(host, begin_at);

@@ -9,9 +9,9 @@
 
 namespace orlop {
 
-// Index arrays of one micro-batch, laid out alike in pinned staging and in device memory: tokens, labels,
-// positions, cu_seqlens, and the rows sorted by token and by position that the embedding's backward
-// pass needs.
+// Index arrays of one micro-batch, laid out alike in pinned staging and in device memory: tokens,
+// labels, positions, cu_seqlens, and the rows sorted by token and by position that the embedding's
+// backward pass needs.
 class BatchStaging {
  public:
   BatchStaging(int64_t rows, int64_t sequence_length, int64_t vocab_size, int64_t max_positions);
@@ -19,8 +19,8 @@ class BatchStaging {
   size_t bytes() const { return bytes_; }
 
   // Checks `batch` and writes its arrays to `host`. `index` names the micro-batch in errors. Throws
-  // Error(kInvalidData) for wrong lengths, a token or label outside the vocabulary, cu_seqlens that do
-  // not rise from 0 to the number of tokens, or a document longer than the model's positions.
+  // Error(kInvalidData) for wrong lengths, a token or label outside the vocabulary, cu_seqlens that
+  // do not rise from 0 to the number of tokens, or a document longer than the model's positions.
   void fill(const MicroBatch& batch, std::byte* host, int index);
 
   // The arrays that fill() wrote last, at `device`. cu_seqlens_host points into `host`.

@@ -11,8 +11,8 @@ namespace {
 constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
 
 void check_count(int64_t value, const char* field) {
-  check(value >= 1 && value <= kMaxCount, ErrorCode::kUsage, "{} is {}; it must lie between 1 and {}",
-        field, value, kMaxCount);
+  check(value >= 1 && value <= kMaxCount, ErrorCode::kUsage,
+        "{} is {}; it must lie between 1 and {}", field, value, kMaxCount);
 }
 
 void check_not_negative(double value, const char* field, const char* hint = "") {
@@ -32,25 +32,29 @@ void check_batch(const BatchConfig& batch, const TransformerConfig& model) {
   check(batch.sequence_length <= model.max_positions, ErrorCode::kUsage,
         "batch.sequence_length is {}; the model allows {} (max_position_embeddings)",
         batch.sequence_length, model.max_positions);
-  check(model.sliding_window == 0 || batch.sequence_length <= model.sliding_window, ErrorCode::kUsage,
-        "batch.sequence_length is {}; the model attends within {} tokens (sliding_window), and shorter "
+  check(model.sliding_window == 0 || batch.sequence_length <= model.sliding_window,
+        ErrorCode::kUsage,
+        "batch.sequence_length is {}; the model attends within {} tokens (sliding_window), and "
+        "shorter "
         "windows than the sequence are not supported",
         batch.sequence_length, model.sliding_window);
   check(batch.micro_batch_size <= kMaxCount / batch.sequence_length, ErrorCode::kUsage,
-        "batch.micro_batch_size {} x batch.sequence_length {} exceeds {} tokens", batch.micro_batch_size,
-        batch.sequence_length, kMaxCount);
+        "batch.micro_batch_size {} x batch.sequence_length {} exceeds {} tokens",
+        batch.micro_batch_size, batch.sequence_length, kMaxCount);
 }
 
 void check_optimizer(const OptimizerConfig& optimizer) {
   const auto check_beta = [](double value, const char* field) {
-    check(value >= 0 && value < 1, ErrorCode::kUsage, "{} is {}; it must lie in [0, 1)", field, value);
+    check(value >= 0 && value < 1, ErrorCode::kUsage, "{} is {}; it must lie in [0, 1)", field,
+          value);
   };
   check_not_negative(optimizer.learning_rate, "optimizer.learning_rate");
   check_beta(optimizer.beta1, "optimizer.beta1");
   check_beta(optimizer.beta2, "optimizer.beta2");
   check_not_negative(optimizer.eps, "optimizer.eps");
   check_not_negative(optimizer.weight_decay, "optimizer.weight_decay");
-  check_not_negative(optimizer.max_grad_norm, "optimizer.max_grad_norm", " (0 switches clipping off)");
+  check_not_negative(optimizer.max_grad_norm, "optimizer.max_grad_norm",
+                     " (0 switches clipping off)");
   check(optimizer.moments == DType::kF32 || optimizer.moments == DType::kBF16, ErrorCode::kUsage,
         "optimizer.moments is {}; it may be F32 or BF16", dtype_name(optimizer.moments));
 }
@@ -61,13 +65,16 @@ void check_schedule(const ScheduleConfig& schedule) {
   check_share(schedule.decay_ratio, "schedule.decay_ratio");
   const bool ends = schedule.kind != ScheduleKind::kConstant;
   check(schedule.warmup_steps >= 0 && (!ends || schedule.warmup_steps <= schedule.total_steps),
-        ErrorCode::kUsage, "schedule.warmup_steps is {}; it must lie between 0 and schedule.total_steps, {}",
+        ErrorCode::kUsage,
+        "schedule.warmup_steps is {}; it must lie between 0 and schedule.total_steps, {}",
         schedule.warmup_steps, schedule.total_steps);
   const double decay_steps = schedule.decay_ratio * static_cast<double>(schedule.total_steps);
   check(schedule.kind != ScheduleKind::kWsd ||
-            std::floor(decay_steps) <= static_cast<double>(schedule.total_steps - schedule.warmup_steps),
+            std::floor(decay_steps) <=
+                static_cast<double>(schedule.total_steps - schedule.warmup_steps),
         ErrorCode::kUsage,
-        "schedule.warmup_steps {} and schedule.decay_ratio {} ({} steps) overlap in schedule.total_steps {}",
+        "schedule.warmup_steps {} and schedule.decay_ratio {} ({} steps) overlap in "
+        "schedule.total_steps {}",
         schedule.warmup_steps, schedule.decay_ratio, decay_steps, schedule.total_steps);
 }
 
@@ -78,8 +85,8 @@ void check_config(const EngineConfig& config, const TransformerConfig& model) {
   check_optimizer(config.optimizer);
   check_schedule(config.schedule);
   check_count(config.max_skipped_steps, "max_skipped_steps");
-  check(config.threads >= 0, ErrorCode::kUsage, "threads is {}; it must be at least 1, or 0 for every core",
-        config.threads);
+  check(config.threads >= 0, ErrorCode::kUsage,
+        "threads is {}; it must be at least 1, or 0 for every core", config.threads);
 }
 
 }  // namespace orlop

@@ -108,11 +108,12 @@ void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>&
           "'{}': '{}' has shape [{}], the model asks for [{}]", file.string(), spec.name,
           fmt::join(tensor.shape, ", "), fmt::join(spec.shape, ", "));
     check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
-          "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name, dtype_name(tensor.dtype));
+          "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name,
+          dtype_name(tensor.dtype));
   }
   check(reader.tensors().size() == specs.size(), ErrorCode::kInvalidData,
-        "'{}' holds {} tensors, the model has {} states: it belongs to another model", file.string(),
-        reader.tensors().size(), specs.size());
+        "'{}' holds {} tensors, the model has {} states: it belongs to another model",
+        file.string(), reader.tensors().size(), specs.size());
 }
 
 void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
@@ -137,19 +138,19 @@ void read_states(const SafetensorsReader& reader, const ModelLayout& layout, Sta
   }
 }
 
-// Those of a run that was left behind by going back to an older checkpoint. They do not push out what
-// was just written.
+// Those of a run that was left behind by going back to an older checkpoint. They do not push out
+// what was just written.
 size_t newer_checkpoints(const fs::path& root, int64_t step) {
   const std::vector<CheckpointEntry> entries = list_checkpoints(root);
-  return static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [&](const CheckpointEntry& entry) {
-    return entry.step > step;
-  }));
+  return static_cast<size_t>(
+      std::count_if(entries.begin(), entries.end(),
+                    [&](const CheckpointEntry& entry) { return entry.step > step; }));
 }
 
 }  // namespace
 
-fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout, StateStore& states,
-                       const TrainingState& training) {
+fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
+                       StateStore& states, const TrainingState& training) {
   remove_leftovers(root);
   const fs::path folder = begin_checkpoint(root, training.steps);
   std::error_code error;

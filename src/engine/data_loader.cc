@@ -40,7 +40,8 @@ class DataLoader::Impl {
   Impl(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle)
       : file_(token_file), batch_(batch), seed_(seed), shuffle_(shuffle) {
     check(batch.micro_batch_size >= 1 && batch.sequence_length >= 1, ErrorCode::kUsage,
-          "data loader: micro-batches of {} x {} tokens", batch.micro_batch_size, batch.sequence_length);
+          "data loader: micro-batches of {} x {} tokens", batch.micro_batch_size,
+          batch.sequence_length);
     start_epoch(0);
   }
 

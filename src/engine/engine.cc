@@ -105,7 +105,8 @@ class Engine::Impl {
   std::vector<TensorDescription> tensors() const {
     std::vector<TensorDescription> all;
     for (const FlatParamLayout& flat : layout().flat_params) {
-      for (const Segment& segment : flat.segments) all.push_back({segment.name, segment.shape, segment.decay});
+      for (const Segment& segment : flat.segments)
+        all.push_back({segment.name, segment.shape, segment.decay});
     }
     return all;
   }
@@ -119,7 +120,8 @@ class Engine::Impl {
         const Segment* segment = layout().flat_params[param].find(tensor);
         if (segment == nullptr) continue;
         check(static_cast<int64_t>(values.size()) == segment->numel, ErrorCode::kUsage,
-              "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel, values.size());
+              "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel,
+              values.size());
         session_.states().read(static_cast<int>(param), plane, segment->offset, values);
         return 0;
       }
@@ -131,7 +133,9 @@ class Engine::Impl {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     return reading([&] {
       const TrainingState training{applied_steps_, scaler_.state(), user_state};
-      return save_training(run_dir, static_cast<size_t>(keep), layout(), session_.states(), training).string();
+      return save_training(run_dir, static_cast<size_t>(keep), layout(), session_.states(),
+                           training)
+          .string();
     });
   }
 
@@ -182,13 +186,13 @@ class Engine::Impl {
     hyper.step = applied_steps_ + 1;
     hyper.seed = config_.seed;
     const float loss_scale = scaler_.scale();
-    const WalkResult walk =
-        session_.executor().walk(session_.train_plan(),
-                                 {.batches = batches,
-                                  .loss_scale = loss_scale,
-                                  .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
-                                  .version = version_,
-                                  .hyper = hyper});
+    const WalkResult walk = session_.executor().walk(
+        session_.train_plan(),
+        {.batches = batches,
+         .loss_scale = loss_scale,
+         .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
+         .version = version_,
+         .hyper = hyper});
     ++version_;
     optimizer_.submit({walk.scalars, hyper, version_, hyper.step});
     if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
@@ -218,7 +222,8 @@ class Engine::Impl {
 
   std::string first_bad_text(const StepScalars& scalars) const {
     if (scalars.nonfinite_param < 0) return "the gradient norm";
-    const FlatParamLayout& flat = layout().flat_params[static_cast<size_t>(scalars.nonfinite_param)];
+    const FlatParamLayout& flat =
+        layout().flat_params[static_cast<size_t>(scalars.nonfinite_param)];
     for (const Segment& segment : flat.segments) {
       if (scalars.nonfinite_index >= segment.offset &&
           scalars.nonfinite_index < segment.offset + segment.numel) {
@@ -240,8 +245,8 @@ class Engine::Impl {
           failure_);
   }
 
-  // Work that changes states. After a failure that may have left them half changed, every further call is
-  // refused; bad input is found before anything is issued and harms nothing.
+  // Work that changes states. After a failure that may have left them half changed, every further
+  // call is refused; bad input is found before anything is issued and harms nothing.
   template <typename Work>
   auto changing(const Work& work) -> decltype(work()) {
     check_usable();
@@ -258,7 +263,8 @@ class Engine::Impl {
     }
   }
 
-  // Work that reads states between steps: waits for the update; a failure, say of a disk, harms nothing.
+  // Work that reads states between steps: waits for the update; a failure, say of a disk, harms
+  // nothing.
   template <typename Work>
   auto reading(const Work& work) -> decltype(work()) {
     check_usable();
@@ -293,16 +299,21 @@ PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config
 const PlanReport& Engine::plan() const { return impl_->report(); }
 const EngineConfig& Engine::config() const { return impl_->config(); }
 StepResult Engine::step(std::span<const MicroBatch> batches) { return impl_->step(batches); }
-EvalResult Engine::evaluate(std::span<const MicroBatch> batches) { return impl_->evaluate(batches); }
+EvalResult Engine::evaluate(std::span<const MicroBatch> batches) {
+  return impl_->evaluate(batches);
+}
 int64_t Engine::steps_done() const { return impl_->steps_done(); }
 std::vector<TensorDescription> Engine::tensors() const { return impl_->tensors(); }
 void Engine::read_state(const std::string& tensor, StateKind kind, std::span<float> values) {
   impl_->read_state(tensor, kind, values);
 }
-std::string Engine::save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep) {
+std::string Engine::save_checkpoint(const std::string& run_dir, const std::string& user_state,
+                                    int keep) {
   return impl_->save_checkpoint(run_dir, user_state, keep);
 }
-std::string Engine::load_checkpoint(const std::string& step_dir) { return impl_->load_checkpoint(step_dir); }
+std::string Engine::load_checkpoint(const std::string& step_dir) {
+  return impl_->load_checkpoint(step_dir);
+}
 std::string Engine::latest_checkpoint(const std::string& run_dir) {
   const std::vector<CheckpointEntry> complete = list_checkpoints(run_dir);
   return complete.empty() ? "" : complete.front().folder.string();

@@ -15,7 +15,8 @@ const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kin
                           int param = -1) {
   for (const BufferUse& use : op.uses) {
     const PlanBuffer& buffer = plan.buffer(use);
-    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param)) return &use;
+    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
+      return &use;
   }
   return nullptr;
 }
@@ -29,13 +30,13 @@ struct Executor::PlanState {
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
+  std::vector<BatchView> batches;  // of the walk that is under way
 };
 
 struct Executor::Walk {
   const StepPlan& plan;
   PlanState& state;
   const WalkInput& input;
-  std::vector<BatchView> batches;
   int64_t labelled_tokens = 0;
 };
 
@@ -50,6 +51,8 @@ Executor::Executor(Backend& backend, const PlanInput& input,
       vocab_size_(vocab_size),
       max_positions_(max_positions) {
   for (auto& end : ends_) end = backend.make_event();
+  for (const FlatParamLayout& flat : input.layout.flat_params)
+    decay_runs_.push_back(decay_runs(flat));
 }
 
 Executor::~Executor() = default;
@@ -84,12 +87,14 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
     if (op.kind == OpKind::kUploadBatch) {
       slot->staging.emplace_back(input_.shape.rows, sequence_length_, vocab_size_, max_positions_);
       ORLOP_INVARIANT(slot->staging.back().bytes() <= input_.batch_bytes());
-      slot->host_batches.push_back(address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kHost))));
+      slot->host_batches.push_back(
+          address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kHost))));
       slot->device_batches.push_back(
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
     }
     if (op.kind == OpKind::kOffloadLoss) {
-      slot->host_losses.resize(std::max(slot->host_losses.size(), static_cast<size_t>(op.micro_batch) + 1));
+      slot->host_losses.resize(
+          std::max(slot->host_losses.size(), static_cast<size_t>(op.micro_batch) + 1));
       slot->host_losses[static_cast<size_t>(op.micro_batch)] = reinterpret_cast<const float*>(
           address(plan.buffer(*find_use(plan, op, BufferKind::kLoss, Tier::kHost))));
     }
@@ -97,8 +102,8 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   return *slot;
 }
 
-// Arena bytes change hands between steps as the next plan says; nothing of this step may start while a
-// queue still works on the step before.
+// Arena bytes change hands between steps as the next plan says; nothing of this step may start
+// while a queue still works on the step before.
 void Executor::order_after_previous_walk() {
   for (size_t i = 0; i < kDeviceLanes.size(); ++i) queue_of(kDeviceLanes[i]).record(*ends_[i]);
   for (const PlanLaneKind lane : kDeviceLanes) {
@@ -113,13 +118,14 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
   check(!input.batches.empty() && input.batches.size() <= state.staging.size(), ErrorCode::kUsage,
         "step: {} micro-batches given; accumulation_steps allows 1 to {}", input.batches.size(),
         state.staging.size());
-  Walk walk{plan, state, input, {}, 0};
+  Walk walk{plan, state, input, 0};
+  state.batches.clear();
   for (size_t mb = 0; mb < input.batches.size(); ++mb) {
     state.staging[mb].fill(input.batches[mb], state.host_batches[mb], static_cast<int>(mb));
     walk.labelled_tokens += state.staging[mb].labelled_tokens();
     BatchView view = state.staging[mb].view(state.host_batches[mb], state.device_batches[mb]);
     view.scale = reinterpret_cast<const float*>(device_scalars(plan) + kLossScaleOffset);
-    walk.batches.push_back(view);
+    state.batches.push_back(view);
   }
   check(walk.labelled_tokens > 0, ErrorCode::kInvalidData,
         "step: no token of the {} micro-batches has a label", input.batches.size());
@@ -145,7 +151,7 @@ void Executor::issue(Walk& walk, size_t index) {
   if (op.lane == PlanLaneKind::kOptimizer) return;
   Queue& queue = queue_of(op.lane);
   for (const int wait : op.waits) queue.wait(*walk.state.events[static_cast<size_t>(wait)]);
-  if (op.micro_batch < static_cast<int>(walk.batches.size())) issue_work(walk, op, queue);
+  if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
   if (op.signals) queue.record(*walk.state.events[index]);
 }
 
@@ -154,8 +160,8 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
     case OpKind::kUploadBatch:
       copy(walk.plan, op, queue);
       if (op.micro_batch == 0) {
-        queue.upload(device_scalars(walk.plan) + kLossScaleOffset, memory_.scalars + kLossScaleOffset,
-                     sizeof(float));
+        queue.upload(device_scalars(walk.plan) + kLossScaleOffset,
+                     memory_.scalars + kLossScaleOffset, sizeof(float));
       }
       break;
     case OpKind::kUploadParam:
@@ -195,8 +201,8 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
   }
 }
 
-// A copy between the tiers: the operation's one host buffer and its one device buffer. A FlatParam's
-// state buffer is copied as far as its compute copy goes.
+// A copy between the tiers: the operation's one host buffer and its one device buffer. A
+// FlatParam's state buffer is copied as far as its compute copy goes.
 void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer* host = nullptr;
   const PlanBuffer* device = nullptr;
@@ -233,7 +239,7 @@ void Executor::issue_block(Walk& walk, const PlanOp& op, Queue& queue) {
     if (params[i] == nullptr) params[i] = device(BufferKind::kState, param);
     grads[i] = reinterpret_cast<float*>(device(BufferKind::kGrad, param));
   }
-  BatchView batch = walk.batches[static_cast<size_t>(op.micro_batch)];
+  BatchView batch = walk.state.batches[static_cast<size_t>(op.micro_batch)];
   batch.loss = reinterpret_cast<float*>(device(BufferKind::kLoss));
   const BlockCall call{.ops = backend_.ops(),
                        .queue = queue,
@@ -266,7 +272,9 @@ void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
       address(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
   args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
   args.square_sum = reinterpret_cast<double*>(sums) + op.param;
-  args.first_nonfinite = reinterpret_cast<int64_t*>(sums + first_nonfinite_offset(input_.layout.flat_params.size())) + op.param;
+  args.first_nonfinite =
+      reinterpret_cast<int64_t*>(sums + first_nonfinite_offset(input_.layout.flat_params.size())) +
+      op.param;
   args.scratch = address(plan.buffer(*find_use(plan, op, BufferKind::kNormScratch, Tier::kDevice)));
   args.numel = numel(op.param);
   args.out_dtype = input_.compute_dtype;
@@ -289,13 +297,16 @@ void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
 void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   const StepPlan& plan = walk.plan;
   std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
-  const std::byte* grad = address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
-  const StatePlanes planes = state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
+  const std::byte* grad =
+      address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
+  const StatePlanes planes =
+      state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
   const AdamHyper& hyper = walk.input.hyper;
-  for (const DecayRun& run : decay_runs(input_.layout.flat_params[static_cast<size_t>(op.param)])) {
+  for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
     const size_t begin = static_cast<size_t>(run.begin);
     DeviceAdamArgs args;
-    if (input_.compute_dtype != DType::kF32) args.param = base + begin * dtype_bytes(input_.compute_dtype);
+    if (input_.compute_dtype != DType::kF32)
+      args.param = base + begin * dtype_bytes(input_.compute_dtype);
     if (input_.compute_dtype == DType::kBF16) {
       args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
     } else {

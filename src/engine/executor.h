@@ -30,8 +30,8 @@ struct WalkInput {
   std::span<const MicroBatch> batches;
   float loss_scale = 1;
   float max_grad_norm = 0;
-  uint32_t version = 0;      // uploads wait for this version of every FlatParam
-  AdamHyper hyper;           // of updates on the device
+  uint32_t version = 0;  // uploads wait for this version of every FlatParam
+  AdamHyper hyper;       // of updates on the device
 };
 
 // What one walk gives back, when all its device work is over.
@@ -41,17 +41,18 @@ struct WalkResult {
   StepScalars scalars;  // training only
 };
 
-// Walks a StepPlan: issues every operation in order on its queue, with the plan's waits between queues.
-// Nothing is allocated after the first walk of a plan.
+// Walks a StepPlan: issues every operation in order on its queue, with the plan's waits between
+// queues. Nothing is allocated after the first walk of a plan.
 class Executor {
  public:
   Executor(Backend& backend, const PlanInput& input, std::span<const std::unique_ptr<Block>> blocks,
-           ExecutorMemory memory, int64_t sequence_length, int64_t vocab_size, int64_t max_positions);
+           ExecutorMemory memory, int64_t sequence_length, int64_t vocab_size,
+           int64_t max_positions);
   ~Executor();
 
-  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to the
-  // caller: their gradients and `scalars` are in host memory when this returns. Fewer micro-batches than
-  // the plan has leave out the operations of the last ones.
+  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to
+  // the caller: their gradients and `scalars` are in host memory when this returns. Fewer
+  // micro-batches than the plan has leave out the operations of the last ones.
   WalkResult walk(const StepPlan& plan, const WalkInput& input);
 
   uint64_t uploaded_bytes() const { return uploaded_bytes_; }
@@ -84,6 +85,7 @@ class Executor {
   int64_t sequence_length_;
   int64_t vocab_size_;
   int64_t max_positions_;
+  std::vector<std::vector<DecayRun>> decay_runs_;  // per FlatParam
   std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
   std::array<std::unique_ptr<Event>, 3> ends_;
   uint64_t uploaded_bytes_ = 0;

@@ -78,7 +78,8 @@ void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateSt
     for (const Segment& segment : layout.flat_params[param].segments) {
       stream = mixed(stream + 1);
       for (int64_t first = 0; first < segment.numel; first += threads * kPieceElements) {
-        values.resize(static_cast<size_t>(std::min(threads * kPieceElements, segment.numel - first)));
+        values.resize(
+            static_cast<size_t>(std::min(threads * kPieceElements, segment.numel - first)));
         std::vector<std::thread> team;
         for (size_t begin = 0; begin < values.size(); begin += kPieceElements) {
           const size_t count = std::min(values.size() - begin, static_cast<size_t>(kPieceElements));

@@ -82,7 +82,8 @@ void check_no_unknown_tensor(const SafetensorsReader& reader, const ModelLayout&
     }
   }
   for (const TensorInfo& tensor : reader.tensors()) {
-    check(known.contains(tensor.name) || layout.is_passed_over(tensor.name), ErrorCode::kInvalidData,
+    check(known.contains(tensor.name) || layout.is_passed_over(tensor.name),
+          ErrorCode::kInvalidData,
           "'{}': tensor '{}' is not part of the model that config.json describes",
           reader.files()[tensor.file_index].string(), tensor.name);
   }
@@ -93,8 +94,9 @@ void copy_other_files(const fs::path& model_dir, const fs::path& out_dir) {
   for (const fs::directory_entry& entry : fs::directory_iterator(model_dir)) {
     const std::string extension = entry.path().extension();
     const std::string name = entry.path().filename();
-    const bool is_weights = extension == ".safetensors" || extension == ".bin" || extension == ".pt" ||
-                            extension == ".gguf" || name == kSafetensorsIndexName;
+    const bool is_weights = extension == ".safetensors" || extension == ".bin" ||
+                            extension == ".pt" || extension == ".gguf" ||
+                            name == kSafetensorsIndexName;
     if (!entry.is_regular_file() || is_weights) continue;
     std::error_code error;
     fs::copy_file(entry.path(), out_dir / name, fs::copy_options::overwrite_existing, error);
@@ -113,7 +115,8 @@ void load_weights(const fs::path& model_dir, const ModelLayout& layout, StateSto
     for (const Segment& segment : layout.flat_params[param].segments) {
       const TensorInfo& tensor = find_tensor(reader, layout, segment, model_dir);
       read_pieces(reader, tensor, [&](int64_t first, std::span<const float> values) {
-        const auto bad = std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
+        const auto bad =
+            std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
         check(bad == values.end(), ErrorCode::kInvalidData, "'{}': tensor '{}' is {} at element {}",
               reader.files()[tensor.file_index].string(), tensor.name,
               bad == values.end() ? 0.0f : *bad, first + (bad - values.begin()));
@@ -133,7 +136,8 @@ void export_weights(const fs::path& model_dir, const fs::path& out_dir, const Mo
   std::vector<TensorSpec> specs;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     for (const Segment& segment : layout.flat_params[param].segments) {
-      specs.push_back({segment.name, states.planes(static_cast<int>(param)).compute_dtype, segment.shape});
+      specs.push_back(
+          {segment.name, states.planes(static_cast<int>(param)).compute_dtype, segment.shape});
     }
   }
   ShardedSafetensorsWriter writer(out_dir, specs, max_shard_bytes, {{"format", "pt"}});
@@ -143,7 +147,8 @@ void export_weights(const fs::path& model_dir, const fs::path& out_dir, const Mo
     const size_t element = dtype_bytes(states.planes(index).compute_dtype);
     for (const Segment& segment : layout.flat_params[param].segments) {
       for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
-        piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) * element);
+        piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) *
+                     element);
         states.read_compute_copy(index, segment.offset + first, piece);
         writer.write(segment.name, static_cast<size_t>(first) * element, piece);
       }

@@ -66,10 +66,10 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
                  config.batch.sequence_length};
   input.hidden = planning.model.hidden;
   input.micro_batches = static_cast<int>(config.batch.accumulation_steps);
-  input.clipping = config.optimizer.max_grad_norm > 0;
   if (planning.model.rope.enabled) {
-    input.rope_bytes = static_cast<size_t>(config.batch.sequence_length * planning.model.rope.rotary_dim) *
-                       sizeof(float);
+    input.rope_bytes =
+        static_cast<size_t>(config.batch.sequence_length * planning.model.rope.rotary_dim) *
+        sizeof(float);
   }
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
@@ -81,8 +81,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.profile = load_profile(info.name, info.is_host, planning.threads);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
-  planning.report.model =
-      fmt::format("{} ({} layers x {})", planning.model.model_type, planning.model.layers, planning.model.hidden);
+  planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,
+                                      planning.model.layers, planning.model.hidden);
   planning.report.device = info.name;
   return planning;
 }
@@ -94,9 +94,9 @@ Session::Session(Planning planning, const EngineConfig& config)
   ExecutorMemory memory = take_memory();
   gates_ = memory.gates;
   upload_rope(memory.device);
-  executor_ = std::make_unique<Executor>(backend(), planning_.input, planning_.blocks, std::move(memory),
-                                         sequence_length_, planning_.model.vocab_size,
-                                         planning_.model.max_positions);
+  executor_ = std::make_unique<Executor>(backend(), planning_.input, planning_.blocks,
+                                         std::move(memory), sequence_length_,
+                                         planning_.model.vocab_size, planning_.model.max_positions);
 }
 
 ExecutorMemory Session::take_memory() {
@@ -109,12 +109,14 @@ ExecutorMemory Session::take_memory() {
   memory.device = static_cast<std::byte*>(
       backend().allocate_arena(std::max(planned.train.device_bytes, planned.eval.device_bytes)));
   memory.host = host_arena_.data();
-  memory.scalars = memory.host + planned.train.buffers[static_cast<size_t>(planned.train.host_scalars)].offset;
+  memory.scalars =
+      memory.host + planned.train.buffers[static_cast<size_t>(planned.train.host_scalars)].offset;
   auto* gates = reinterpret_cast<std::atomic<uint32_t>*>(memory.scalars + kGatesOffset);
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
   }
-  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, memory.device, memory.host);
+  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, memory.device,
+                                         memory.host);
   return memory;
 }
 

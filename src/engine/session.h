@@ -9,8 +9,8 @@
 #include "engine/executor.h"
 #include "engine/state_store.h"
 #include "memory/host_arena.h"
-#include "orlop/config.h"
 #include "optim/optimizer_queue.h"
+#include "orlop/config.h"
 #include "zero/placement_plan.h"
 
 namespace orlop {
@@ -28,11 +28,12 @@ struct Planning {
   int threads = 1;
 };
 
-// Reads config.json, makes the backend and plans. Throws Error(kDoesNotFit) and takes no big memory.
+// Reads config.json, makes the backend and plans. Throws Error(kDoesNotFit) and takes no big
+// memory.
 Planning make_planning(const std::string& model_dir, const EngineConfig& config, Tracer* tracer);
 
-// The memory of a plan and what walks it: arenas of both tiers, states, gates, executor. States are zero
-// until they are loaded.
+// The memory of a plan and what walks it: arenas of both tiers, states, gates, executor. States are
+// zero until they are loaded.
 class Session {
  public:
   Session(Planning planning, const EngineConfig& config);

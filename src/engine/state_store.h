@@ -11,12 +11,12 @@
 namespace orlop {
 
 // The states of every FlatParam, wherever the plan put them, for whoever loads, saves or reads them
-// between steps. What lives on the device passes through a small staging buffer. Used by one thread at a
-// time, which makes sure that no update is running.
+// between steps. What lives on the device passes through a small staging buffer. Used by one thread
+// at a time, which makes sure that no update is running.
 class StateStore {
  public:
-  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, std::byte* device_arena,
-             std::byte* host_arena);
+  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
+             std::byte* device_arena, std::byte* host_arena);
 
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
 
@@ -26,8 +26,8 @@ class StateStore {
   // Masters, moments and gaps become zero.
   void clear();
 
-  // Elements [offset, offset + values.size()) of one plane, as read_plane() and write_plane() give and
-  // take them.
+  // Elements [offset, offset + values.size()) of one plane, as read_plane() and write_plane() give
+  // and take them.
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
 

@@ -57,8 +57,8 @@ void OptimizerQueue::run() {
     try {
       run_job(job);
     } catch (const Error& failure) {
-      error = std::make_exception_ptr(
-          Error(failure.code(), fmt::format("update of step {}: {}", job.engine_step, failure.what())));
+      error = std::make_exception_ptr(Error(
+          failure.code(), fmt::format("update of step {}: {}", job.engine_step, failure.what())));
     } catch (...) {
       error = std::current_exception();
     }

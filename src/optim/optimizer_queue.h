@@ -32,15 +32,16 @@ struct HostUpdate {
 
 // One step's update, over all host-resident FlatParams in the order of their next use.
 struct UpdateJob {
-  StepScalars scalars;                   // every gradient is in host memory when they are
-  AdamHyper hyper;                       // weight_decay applies to parts that decay
-  uint32_t version = 0;                  // what the gates become
-  int64_t engine_step = 0;               // for error messages
+  StepScalars scalars;      // every gradient is in host memory when they are
+  AdamHyper hyper;          // weight_decay applies to parts that decay
+  uint32_t version = 0;     // what the gates become
+  int64_t engine_step = 0;  // for error messages
 };
 
-// Runs host updates on its own thread ("optimizer"), which drives an OpenMP team. A gate opens as soon
-// as its FlatParam is written, so that the next forward can start under the rest of the update. After a
-// failure every gate opens with Gate::kFailed and the next call throws the first error.
+// Runs host updates on its own thread ("optimizer"), which drives an OpenMP team. A gate opens as
+// soon as its FlatParam is written, so that the next forward can start under the rest of the
+// update. After a failure every gate opens with Gate::kFailed and the next call throws the first
+// error.
 class OptimizerQueue {
  public:
   // `updates` in the order of next use. `threads` drive each update.

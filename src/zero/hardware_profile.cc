@@ -79,9 +79,10 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
     read("launch_seconds", profile.launch_seconds);
     profile.is_measured = true;
   } catch (const std::exception& error) {
-    log_warning("hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
-                "--measure` writes it anew.",
-                path.string(), error.what());
+    log_warning(
+        "hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
+        "--measure` writes it anew.",
+        path.string(), error.what());
     return default_profile(device, device_is_host, cores);
   }
   return profile;

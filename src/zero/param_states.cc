@@ -53,7 +53,8 @@ void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, i
     const uint16_t* lo = plane_at<uint16_t>(base, planes.lo, offset);
     for (size_t i = 0; i < values.size(); ++i) {
       const int32_t rest = static_cast<int16_t>(lo[i]);
-      values[i] = std::bit_cast<float>((static_cast<uint32_t>(hi[i]) << 16) + static_cast<uint32_t>(rest));
+      values[i] =
+          std::bit_cast<float>((static_cast<uint32_t>(hi[i]) << 16) + static_cast<uint32_t>(rest));
     }
     return;
   }

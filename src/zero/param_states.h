@@ -10,8 +10,8 @@
 
 namespace orlop {
 
-// Offsets, in bytes, of the planes inside one FlatParam's state buffer. The compute copy comes first, so
-// that it is uploaded from, or is, the start of the buffer:
+// Offsets, in bytes, of the planes inside one FlatParam's state buffer. The compute copy comes
+// first, so that it is uploaded from, or is, the start of the buffer:
 //   bf16  hi (2 B), lo (2 B), exp_avg, exp_avg_sq      master bits = (hi << 16) + int16(lo)
 //   fp16  copy (2 B), master (4 B), exp_avg, exp_avg_sq
 //   fp32  master (4 B), exp_avg, exp_avg_sq
@@ -37,9 +37,9 @@ enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, int64_t offset,
                 std::span<float> values);
 
-// The reverse. Writing the master also writes the compute copy (bf16: hi plane rounds half up, fp16:
-// nearest even). Writing a moment that is kept in bf16 rounds to nearest even; values that came from
-// such a moment survive exactly.
+// The reverse. Writing the master also writes the compute copy (bf16: hi plane rounds half up,
+// fp16: nearest even). Writing a moment that is kept in bf16 rounds to nearest even; values that
+// came from such a moment survive exactly.
 void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_t offset,
                  std::span<const float> values);
 

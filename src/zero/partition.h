@@ -10,12 +10,13 @@ namespace orlop {
 // A rank's contiguous part of a FlatParam. Every rank's part has the same padded length, so that
 // collectives have equal counts; a part may be shorter than that, or empty, at the end.
 struct ShardRange {
-  int64_t begin = 0;          // first element
-  int64_t numel = 0;          // elements that exist
-  int64_t padded_numel = 0;   // the same on all ranks
+  int64_t begin = 0;         // first element
+  int64_t numel = 0;         // elements that exist
+  int64_t padded_numel = 0;  // the same on all ranks
 };
 
-// Parts are multiples of `granule` elements, so that no part starts in the middle of an aligned group.
+// Parts are multiples of `granule` elements, so that no part starts in the middle of an aligned
+// group.
 inline ShardRange shard_range(int64_t numel, int rank, int world_size, int64_t granule = 128) {
   const int64_t padded = ceil_div(ceil_div(numel, world_size), granule) * granule;
   const int64_t begin = std::min(numel, padded * rank);

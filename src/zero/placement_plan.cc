@@ -16,8 +16,8 @@ namespace {
 constexpr int kMaxPrefetch = 8;
 constexpr int kUsualPrefetch = 2;
 
-// FlatParams in the order in which they become resident: transformer layers from the last to the first,
-// then the head's and the embedding's.
+// FlatParams in the order in which they become resident: transformer layers from the last to the
+// first, then the head's and the embedding's.
 std::vector<int> residency_order(const ModelLayout& layout) {
   std::vector<int> layers;
   std::vector<int> others;
@@ -87,7 +87,8 @@ class Planner {
   }
 
   size_t device_need(const PlannedStep& planned) const {
-    return input_.device_fixed_bytes + std::max(planned.train.device_bytes, planned.eval.device_bytes);
+    return input_.device_fixed_bytes +
+           std::max(planned.train.device_bytes, planned.eval.device_bytes);
   }
   size_t host_need(const PlannedStep& planned) const {
     return std::max(planned.train.host_bytes, planned.eval.host_bytes);
@@ -95,15 +96,17 @@ class Planner {
 
   bool fits(const PlacementPlan& placement) const {
     const PlannedStep planned = build(placement);
-    return device_need(planned) <= budgets_.device_bytes && host_need(planned) <= budgets_.host_bytes;
+    return device_need(planned) <= budgets_.device_bytes &&
+           host_need(planned) <= budgets_.host_bytes;
   }
 
   double seconds(const PlacementPlan& placement) const {
     return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
   }
 
-  // Every combination of wave and home of the block inputs that `wanted` leaves open, with nothing resident:
-  // long waves cross the link less often, short ones hold fewer block inputs but park gradients.
+  // Every combination of wave and home of the block inputs that `wanted` leaves open, with nothing
+  // resident: long waves cross the link less often, short ones hold fewer block inputs but park
+  // gradients.
   std::vector<PlacementPlan> starts() const {
     const int all = input_.micro_batches;
     std::vector<int> waves = {all};
@@ -141,7 +144,9 @@ class Planner {
     size_t least = SIZE_MAX;
     size_t device = 0;
     size_t host = 0;
-    const auto shortage = [](size_t need, size_t budget) { return need > budget ? need - budget : 0; };
+    const auto shortage = [](size_t need, size_t budget) {
+      return need > budget ? need - budget : 0;
+    };
     for (const PlacementPlan& start : starts()) {
       const PlannedStep planned = build(start);
       const size_t total = shortage(device_need(planned), budgets_.device_bytes) +
@@ -154,8 +159,8 @@ class Planner {
     std::string text = "the training step does not fit:";
     const auto line = [&](const char* tier, size_t need, size_t budget, const char* remedy) {
       if (need <= budget) return;
-      text += fmt::format("\n  {}: needs at least {} ({} B), budget {} ({} B), short by {}; {}", tier,
-                          format_bytes(need), need, format_bytes(budget), budget,
+      text += fmt::format("\n  {}: needs at least {} ({} B), budget {} ({} B), short by {}; {}",
+                          tier, format_bytes(need), need, format_bytes(budget), budget,
                           format_bytes(need - budget), remedy);
     };
     line("device", device, budgets_.device_bytes,
@@ -165,7 +170,8 @@ class Planner {
     throw Error(ErrorCode::kDoesNotFit, text);
   }
 
-  // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if none does.
+  // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if
+  // none does.
   void grow(PlacementPlan& placement, int low, int high,
             const std::function<void(PlacementPlan&, int)>& set) const {
     std::optional<PlacementPlan> best;
@@ -230,7 +236,8 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   placement.prefetch_depth = wanted.prefetch_depth.value_or(0);
   placement.activations_on_device = wanted.activations_on_device.value_or(false);
   placement.wave = wanted.wave.value_or(1);
-  Planner::set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
+  Planner::set_resident(placement, residency_order(input.layout),
+                        wanted.resident_blocks.value_or(0));
   Planner::set_device_optimizer(placement, wanted.device_optimizer_blocks.value_or(0));
   return placement;
 }

@@ -21,12 +21,12 @@ struct PlannedStep {
   StepPlan eval;
 };
 
-// Chooses the home of every state under hard budgets: for every wave length and home of the block inputs
-// it starts from the least that can run, then spends what is left on prefetching, resident weights (the
-// last blocks first: they are needed again at the turn of the pass) and optimizer shards on the device
-// (accelerators only; the first blocks first: the next forward waits for them), in both orders; the
-// fastest in simulation is taken. What `wanted` states is taken as it is. Throws Error(kDoesNotFit) with
-// need, budget and shortage per tier.
+// Chooses the home of every state under hard budgets: for every wave length and home of the block
+// inputs it starts from the least that can run, then spends what is left on prefetching, resident
+// weights (the last blocks first: they are needed again at the turn of the pass) and optimizer
+// shards on the device (accelerators only; the first blocks first: the next forward waits for
+// them), in both orders; the fastest in simulation is taken. What `wanted` states is taken as it
+// is. Throws Error(kDoesNotFit) with need, budget and shortage per tier.
 PlannedStep make_placement(const PlanInput& input, const Budgets& budgets,
                            const PlacementConfig& wanted, const HardwareProfile& profile);
 

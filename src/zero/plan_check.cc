@@ -29,8 +29,8 @@ class Checker {
       const PlanBuffer& buffer = plan_.buffers[i];
       check(buffer.offset % kDeviceAlignment == 0 &&
                 buffer.offset + buffer.bytes <= plan_.arena_bytes(buffer.tier),
-            ErrorCode::kInternal, "plan_check: buffer {} at {} + {} leaves its arena of {} bytes", i,
-            buffer.offset, buffer.bytes, plan_.arena_bytes(buffer.tier));
+            ErrorCode::kInternal, "plan_check: buffer {} at {} + {} leaves its arena of {} bytes",
+            i, buffer.offset, buffer.bytes, plan_.arena_bytes(buffer.tier));
       if (!buffer.persistent) continue;
       for (size_t j = 0; j < plan_.buffers.size(); ++j) {
         check(i == j || !bytes_meet(buffer, plan_.buffers[j]), ErrorCode::kInternal,
@@ -49,15 +49,17 @@ class Checker {
       const auto join = [&](int earlier) {
         if (earlier < 0) return;
         const Clock& known = clocks[static_cast<size_t>(earlier)];
-        for (size_t lane = 0; lane < clock.size(); ++lane) clock[lane] = std::max(clock[lane], known[lane]);
+        for (size_t lane = 0; lane < clock.size(); ++lane)
+          clock[lane] = std::max(clock[lane], known[lane]);
         const size_t lane = static_cast<size_t>(plan_.ops[static_cast<size_t>(earlier)].lane);
         clock[lane] = std::max(clock[lane], earlier);
       };
       join(last_of_lane[static_cast<size_t>(op.lane)]);
       for (const int wait : op.waits) {
-        check(wait >= 0 && wait < static_cast<int>(i) && plan_.ops[static_cast<size_t>(wait)].signals,
-              ErrorCode::kInternal, "plan_check: operation {} waits for {}, which does not signal", i,
-              wait);
+        check(
+            wait >= 0 && wait < static_cast<int>(i) && plan_.ops[static_cast<size_t>(wait)].signals,
+            ErrorCode::kInternal, "plan_check: operation {} waits for {}, which does not signal", i,
+            wait);
         join(wait);
       }
       for (const BufferUse& use : op.uses) check_use(static_cast<int>(i), use, clock, touches);
@@ -70,7 +72,7 @@ class Checker {
   }
 
   void check_work(bool training) const {
-    std::map<std::pair<int, int>, int> forward;   // (block, micro-batch) -> count
+    std::map<std::pair<int, int>, int> forward;  // (block, micro-batch) -> count
     std::map<std::pair<int, int>, int> backward;
     std::vector<int> rounded(placement_.params.size(), 0);
     std::vector<int> updated(placement_.params.size(), 0);
@@ -84,8 +86,8 @@ class Checker {
       if (op.kind == OpKind::kFinishNorm) norm_known = true;
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
         ++updated[static_cast<size_t>(op.param)];
-        check(norm_known, ErrorCode::kInternal, "plan_check: FlatParam {} is updated before the norm",
-              op.param);
+        check(norm_known, ErrorCode::kInternal,
+              "plan_check: FlatParam {} is updated before the norm", op.param);
       }
     }
     const int head = static_cast<int>(input_.layout.blocks.size()) - 1;
@@ -93,8 +95,10 @@ class Checker {
       for (int b = 0; b <= head; ++b) {
         const int wanted_forward = training && b == head ? 0 : 1;
         check(forward[{b, mb}] == wanted_forward && backward[{b, mb}] == (training ? 1 : 0),
-              ErrorCode::kInternal, "plan_check: block {} runs {} forward and {} backward on "
-              "micro-batch {}", b, forward[{b, mb}], backward[{b, mb}], mb);
+              ErrorCode::kInternal,
+              "plan_check: block {} runs {} forward and {} backward on "
+              "micro-batch {}",
+              b, forward[{b, mb}], backward[{b, mb}], mb);
       }
     }
     for (size_t param = 0; training && param < placement_.params.size(); ++param) {
@@ -127,8 +131,9 @@ class Checker {
             touch.op, op_name(plan_.ops[static_cast<size_t>(touch.op)].kind), op_index,
             op_name(plan_.ops[static_cast<size_t>(op_index)].kind));
     }
-    check(written, ErrorCode::kInternal, "plan_check: operation {} ({}) reads a buffer that nothing wrote",
-          op_index, op_name(plan_.ops[static_cast<size_t>(op_index)].kind));
+    check(written, ErrorCode::kInternal,
+          "plan_check: operation {} ({}) reads a buffer that nothing wrote", op_index,
+          op_name(plan_.ops[static_cast<size_t>(op_index)].kind));
   }
 
   const PlanInput& input_;

@@ -4,13 +4,13 @@
 
 namespace orlop {
 
-// Gives every buffer its offset in the arena of its tier. Persistent buffers first, in order; then the others, larger
-// ones first, each at the lowest offset that is free for its whole lifetime. All offsets are multiples of
-// kDeviceAlignment.
+// Gives every buffer its offset in the arena of its tier. Persistent buffers first, in order; then
+// the others, larger ones first, each at the lowest offset that is free for its whole lifetime. All
+// offsets are multiples of kDeviceAlignment.
 void assign_offsets(StepPlan& plan);
 
-// Derives PlanOp::waits and PlanOp::signals: an operation waits for earlier operations of other lanes
-// that touch the same bytes, unless both only read. Needs offsets.
+// Derives PlanOp::waits and PlanOp::signals: an operation waits for earlier operations of other
+// lanes that touch the same bytes, unless both only read. Needs offsets.
 void derive_waits(StepPlan& plan);
 
 }  // namespace orlop

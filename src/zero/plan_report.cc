@@ -44,7 +44,8 @@ std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
   std::vector<size_t> live(moments + 1, 0);
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.tier != tier || buffer.first_op < 0) continue;
-    for (int op = buffer.first_op; op <= buffer.last_op; ++op) live[static_cast<size_t>(op)] += buffer.bytes;
+    for (int op = buffer.first_op; op <= buffer.last_op; ++op)
+      live[static_cast<size_t>(op)] += buffer.bytes;
   }
   const int peak = static_cast<int>(std::max_element(live.begin(), live.end()) - live.begin());
   std::map<std::string, size_t> bytes;
@@ -85,7 +86,8 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.blocks = params;
   report.lines = tier_lines(plan, Tier::kDevice);
   if (input.device_fixed_bytes > 0) {
-    report.lines.push_back({Tier::kDevice, "device context and matmul workspace", input.device_fixed_bytes});
+    report.lines.push_back(
+        {Tier::kDevice, "device context and matmul workspace", input.device_fixed_bytes});
   }
   const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
   report.lines.insert(report.lines.end(), host.begin(), host.end());
@@ -105,29 +107,34 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
 }
 
 std::string PlanReport::to_text() const {
-  std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step\n", model, device,
-                                 static_cast<double>(parameters) / 1e6, tokens_per_step);
+  std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step\n", model,
+                                 device, static_cast<double>(parameters) / 1e6, tokens_per_step);
   const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
                                              static_cast<double>(state_bytes)
                                        : 0.0;
   text += fmt::format("  device {} of {} ({:.1f} % of the {} of optimizer states), host {} of {}\n",
                       format_bytes(device_peak_bytes), format_bytes(device_budget_bytes), share,
-                      format_bytes(state_bytes), format_bytes(host_bytes), format_bytes(host_budget_bytes));
+                      format_bytes(state_bytes), format_bytes(host_bytes),
+                      format_bytes(host_budget_bytes));
   text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, block "
+      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, "
+      "block "
       "inputs on the {}\n",
-      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves, waves == 1 ? "" : "s",
-      activations_on_device ? "device" : "host");
+      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
+      waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   for (const PlanLine& line : lines) {
-    text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose, format_bytes(line.bytes));
+    text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
+                        format_bytes(line.bytes));
   }
-  text += fmt::format("  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
-                      step_seconds, time_is_measured ? "measured" : "typical",
-                      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
-                      optimizer_seconds);
+  text += fmt::format(
+      "  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
+      step_seconds, time_is_measured ? "measured" : "typical",
+      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+      optimizer_seconds);
   for (const PlanLane& lane : lanes) {
     text += fmt::format("  {:9} busy {:8.3f} s", lane.queue, lane.busy_seconds);
-    if (lane.queue != "compute") text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
+    if (lane.queue != "compute")
+      text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
   return text;

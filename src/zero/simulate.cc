@@ -13,10 +13,10 @@ size_t largest_use(const StepPlan& plan, const PlanOp& op, Tier tier) {
   return bytes;
 }
 
-// One pass over the plan that starts at `start`. `gates` holds when each FlatParam's update was over and
-// is replaced by this step's; returns when the step's work on the device was over.
-double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile, double start,
-            std::vector<double>& gates, double& optimizer_free, Simulation& result) {
+// One pass over the plan that starts at `start`. `gates` holds when each FlatParam's update was
+// over and is replaced by this step's; returns when the step's work on the device was over.
+double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile,
+            double start, std::vector<double>& gates, double& optimizer_free, Simulation& result) {
   std::array<double, kPlanLanes> lane_free;
   lane_free.fill(start);
   lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)] = optimizer_free;
@@ -34,7 +34,8 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       }
       ready = std::max(ready, over);
     }
-    if (op.kind == OpKind::kUploadParam) ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
+    if (op.kind == OpKind::kUploadParam)
+      ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;
@@ -48,7 +49,8 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
   optimizer_free = lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)];
   double over = start;
   for (size_t lane = 0; lane < lane_free.size(); ++lane) {
-    if (lane != static_cast<size_t>(PlanLaneKind::kOptimizer)) over = std::max(over, lane_free[lane]);
+    if (lane != static_cast<size_t>(PlanLaneKind::kOptimizer))
+      over = std::max(over, lane_free[lane]);
   }
   return over;
 }
@@ -58,7 +60,9 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
 double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op,
                   const HardwareProfile& profile) {
   const double launch = profile.launch_seconds;
-  const auto seconds = [&](size_t bytes, double rate) { return launch + static_cast<double>(bytes) / rate; };
+  const auto seconds = [&](size_t bytes, double rate) {
+    return launch + static_cast<double>(bytes) / rate;
+  };
   switch (op.kind) {
     case OpKind::kUploadBatch:
     case OpKind::kUploadParam:
@@ -72,11 +76,13 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     case OpKind::kOffloadScalars:
       return seconds(largest_use(plan, op, Tier::kHost), profile.offload_bytes_per_s);
     case OpKind::kForward:
-      return launch + input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
+      return launch +
+             input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
     case OpKind::kBackward: {
-      // Two matmuls per forward one, and the recomputed forward; the head and the embedding do not
-      // recompute beyond the logits, which their forward is.
-      return launch + 3 * input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
+      // Two matmuls for each of the forward's, and the forward itself: recomputed, or the head's
+      // first.
+      return launch +
+             3 * input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
     }
     case OpKind::kZeroGrad:
       return seconds(input.grad_bytes(op.param), profile.device_bytes_per_s);

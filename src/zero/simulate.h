@@ -7,8 +7,8 @@
 
 namespace orlop {
 
-// What one step of a plan takes in steady state: the step repeats, and an upload waits for the update
-// that the step before made.
+// What one step of a plan takes in steady state: the step repeats, and an upload waits for the
+// update that the step before made.
 struct Simulation {
   double step_seconds = 0;       // from one step's first operation to the next one's
   double optimizer_seconds = 0;  // host updates alone
@@ -16,8 +16,8 @@ struct Simulation {
   std::array<double, kPlanLanes> stall_seconds{};  // time compute waited for that lane
 };
 
-// Walks the plan on a model of the machine: lanes run their operations in order, each as soon as its
-// waits are over; durations come from bytes, FLOPs and the profile.
+// Walks the plan on a model of the machine: lanes run their operations in order, each as soon as
+// its waits are over; durations come from bytes, FLOPs and the profile.
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile);
 
 // Seconds of one operation alone.

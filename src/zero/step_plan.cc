@@ -122,8 +122,8 @@ const char* buffer_name(BufferKind kind) {
 }  // namespace
 
 std::string StepPlan::to_text(const PlanInput& input) const {
-  std::string text = fmt::format("device {} B, host {} B, {} operations\n", device_bytes, host_bytes,
-                                 ops.size());
+  std::string text =
+      fmt::format("device {} B, host {} B, {} operations\n", device_bytes, host_bytes, ops.size());
   for (size_t i = 0; i < ops.size(); ++i) {
     const PlanOp& op = ops[i];
     text += fmt::format("{:4} {:9} {}", i, lane_name(op.lane), op_name(op.kind));
@@ -136,7 +136,8 @@ std::string StepPlan::to_text(const PlanInput& input) const {
     if (op.micro_batch >= 0) text += fmt::format(" mb{}", op.micro_batch);
     for (const BufferUse& use : op.uses) {
       const PlanBuffer& b = buffer(use);
-      text += fmt::format(" {}{}:{}@{}+{}", use.write ? "w:" : "r:", b.tier == Tier::kHost ? "host" : "dev",
+      text += fmt::format(" {}{}:{}@{}+{}",
+                          use.write ? "w:" : "r:", b.tier == Tier::kHost ? "host" : "dev",
                           buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);

@@ -12,36 +12,36 @@
 
 namespace orlop {
 
-// Everything a plan depends on besides the placement: the model's shape, the batch and what the backend
-// asks for. A plan is a pure function of this and of a PlacementPlan.
+// Everything a plan depends on besides the placement: the model's shape, the batch and what the
+// backend asks for. A plan is a pure function of this and of a PlacementPlan.
 struct PlanInput {
   ModelLayout layout;
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
-  BatchShape shape;         // of one micro-batch
+  BatchShape shape;  // of one micro-batch
   int64_t hidden = 0;
-  int micro_batches = 1;    // per optimizer step
-  bool clipping = true;
+  int micro_batches = 1;                         // per optimizer step
   std::vector<size_t> forward_workspace_bytes;   // per block
   std::vector<size_t> backward_workspace_bytes;  // per block
   std::vector<double> forward_flops;             // per block and micro-batch
   std::vector<size_t> norm_scratch_bytes;        // per FlatParam
   size_t rope_bytes = 0;
-  size_t device_fixed_bytes = 0;  // context, libraries and their workspace: in the budget, not in the arena
+  size_t device_fixed_bytes =
+      0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
 
-  size_t activation_bytes() const;           // one block input of one micro-batch
-  size_t batch_bytes() const;                // index arrays of one micro-batch
-  size_t param_bytes(int param) const;       // compute copy
-  size_t grad_bytes(int param) const;        // fp32
+  size_t activation_bytes() const;             // one block input of one micro-batch
+  size_t batch_bytes() const;                  // index arrays of one micro-batch
+  size_t param_bytes(int param) const;         // compute copy
+  size_t grad_bytes(int param) const;          // fp32
   size_t rounded_grad_bytes(int param) const;  // what the optimizer reads
-  size_t state_bytes(int param) const;       // masters and moments, compute copy included
+  size_t state_bytes(int param) const;         // masters and moments, compute copy included
 };
 
 // Where the states of one FlatParam live between steps.
 struct ParamPlacement {
-  bool resident = false;                 // the compute copy stays on the device
-  Tier optimizer = Tier::kHost;          // master and moments, and where their Adam runs
+  bool resident = false;         // the compute copy stays on the device
+  Tier optimizer = Tier::kHost;  // master and moments, and where their Adam runs
 };
 
 // Home of every state, and the shape of the schedule.
@@ -56,43 +56,43 @@ enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer };
 inline constexpr int kPlanLanes = 4;
 
 enum class OpKind : uint8_t {
-  kUploadBatch,     // micro_batch: index arrays
-  kUploadParam,     // param, after its gate
-  kForward,         // block, micro_batch
-  kBackward,        // block, micro_batch; recomputes; the head's also starts the pass
-  kOffloadInput,    // block, micro_batch: block input to pinned memory
-  kUploadInput,     // block, micro_batch: and back
-  kZeroGrad,        // param: fp32 gradient
-  kParkGrad,        // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
-                    // backward pass hands to the embedding
-  kUnparkGrad,      // and back
-  kRoundGrad,       // param: to the optimizer's dtype, with its share of the norm
-  kOffloadGrad,     // param: rounded gradient to pinned memory
-  kOffloadLoss,     // micro_batch: loss of every row
-  kFinishNorm,      // all square sums -> StepScalars
+  kUploadBatch,   // micro_batch: index arrays
+  kUploadParam,   // param, after its gate
+  kForward,       // block, micro_batch
+  kBackward,      // block, micro_batch; recomputes; the head's also starts the pass
+  kOffloadInput,  // block, micro_batch: block input to pinned memory
+  kUploadInput,   // block, micro_batch: and back
+  kZeroGrad,      // param: fp32 gradient
+  kParkGrad,      // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
+                  // backward pass hands to the embedding
+  kUnparkGrad,    // and back
+  kRoundGrad,     // param: to the optimizer's dtype, with its share of the norm
+  kOffloadGrad,   // param: rounded gradient to pinned memory
+  kOffloadLoss,   // micro_batch: loss of every row
+  kFinishNorm,    // all square sums -> StepScalars
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
   kHostAdam,        // param
 };
 
 enum class BufferKind : uint8_t {
-  kParam,           // param: compute copy
-  kGrad,            // param: fp32; in the host tier: parked
-  kRoundedGrad,     // param; in the host tier: waits there for the norm
+  kParam,        // param: compute copy
+  kGrad,         // param: fp32; in the host tier: parked
+  kRoundedGrad,  // param; in the host tier: waits there for the norm
   kNormScratch,
   kInput,           // block, micro_batch: block input
   kActivationGrad,  // micro_batch: gradient that travels down the blocks
   kWorkspace,
-  kBatch,           // micro_batch; in the host tier: staging
-  kLoss,            // micro_batch
-  kState,           // param: master planes and moments, where its Adam runs
+  kBatch,  // micro_batch; in the host tier: staging
+  kLoss,   // micro_batch
+  kState,  // param: master planes and moments, where its Adam runs
   kRope,
-  kNormSums,        // square sums and first non-finite index of every FlatParam
-  kScalars,         // StepScalars and the loss scale
+  kNormSums,  // square sums and first non-finite index of every FlatParam
+  kScalars,   // StepScalars and the loss scale
 };
 
-// A piece of a tier's arena. Persistent buffers live as long as the engine and lie at the arena's start,
-// in order; the others live from their first to their last use in the step.
+// A piece of a tier's arena. Persistent buffers live as long as the engine and lie at the arena's
+// start, in order; the others live from their first to their last use in the step.
 struct PlanBuffer {
   BufferKind kind = BufferKind::kWorkspace;
   Tier tier = Tier::kDevice;
@@ -118,12 +118,13 @@ struct PlanOp {
   int param = -1;
   int micro_batch = -1;
   std::vector<BufferUse> uses;
-  std::vector<int> waits;  // earlier operations of other lanes that must have run; at most one per lane
-  bool signals = false;    // an operation of another lane waits for this one
+  std::vector<int>
+      waits;  // earlier operations of other lanes that must have run; at most one per lane
+  bool signals = false;  // an operation of another lane waits for this one
 };
 
-// One step as data: operations in issue order, with their buffers and dependencies. A step with fewer
-// micro-batches is the same plan without the operations of those that are missing.
+// One step as data: operations in issue order, with their buffers and dependencies. A step with
+// fewer micro-batches is the same plan without the operations of those that are missing.
 struct StepPlan {
   std::vector<PlanOp> ops;
   std::vector<PlanBuffer> buffers;
@@ -145,7 +146,8 @@ struct StepPlan {
 };
 
 // What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
-inline constexpr size_t kLossScaleOffset = kDeviceAlignment;  // fp32: loss scale over labelled tokens
+inline constexpr size_t kLossScaleOffset =
+    kDeviceAlignment;  // fp32: loss scale over labelled tokens
 inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam
 
 // What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
@@ -153,9 +155,9 @@ constexpr size_t first_nonfinite_offset(size_t params) {
   return align_up(params * sizeof(double), kDeviceAlignment);
 }
 
-// Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with one
-// micro-batch. Persistent buffers and their offsets are the same for every number of micro-batches and
-// both kinds.
+// Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
+// one micro-batch. Persistent buffers and their offsets are the same for every number of
+// micro-batches and both kinds.
 StepPlan make_train_plan(const PlanInput& input, const PlacementPlan& placement);
 StepPlan make_eval_plan(const PlanInput& input, const PlacementPlan& placement);
 

@@ -53,12 +53,13 @@ class Builder {
     int parked = -1;         // fp32 gradient in pinned memory
     int resident_copy = -1;  // persistent buffers
     int state = -1;
-    int rounded = -1;        // where the rounded gradient waits: host, or device for a device update
+    int rounded = -1;  // where the rounded gradient waits: host, or device for a device update
   };
 
   // ---- buffers
 
-  int add_buffer(BufferKind kind, size_t bytes, Tier tier = Tier::kDevice, bool persistent = false) {
+  int add_buffer(BufferKind kind, size_t bytes, Tier tier = Tier::kDevice,
+                 bool persistent = false) {
     PlanBuffer buffer;
     buffer.kind = kind;
     buffer.tier = tier;
@@ -85,16 +86,17 @@ class Builder {
   void add_persistent_buffers() {
     const int params = static_cast<int>(params_.size());
     rope_ = add_buffer(BufferKind::kRope, input_.rope_bytes, Tier::kDevice, true);
-    sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()), Tier::kDevice,
-                       true);
+    sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()),
+                       Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
-    host_scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset + params_.size() * sizeof(uint32_t),
-                               Tier::kHost, true);
+    host_scalars_ = add_buffer(BufferKind::kScalars,
+                               kGatesOffset + params_.size() * sizeof(uint32_t), Tier::kHost, true);
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
       const Tier tier = home.optimizer;
-      state.state = add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
+      state.state =
+          add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
       state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
                                        input_.rounded_grad_bytes(param), tier, true);
       if (tier == Tier::kDevice) {
@@ -134,14 +136,15 @@ class Builder {
     }
   }
 
-  // Makes sure that the compute copies of a visit's FlatParams are on the device or on their way, and
-  // stay until the visit is over.
+  // Makes sure that the compute copies of a visit's FlatParams are on the device or on their way,
+  // and stay until the visit is over.
   void fetch_params(int visit_index) {
     const Visit& visit = visits_[static_cast<size_t>(visit_index)];
     if (!needs_params(visit)) return;
     for (const int param : block(visit.block).flat_params) {
       ParamState& state = params_[static_cast<size_t>(param)];
-      const bool on_device = placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
+      const bool on_device =
+          placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
       state.last_visit = std::max(state.last_visit, visit_index);
       if (state.device_copy >= 0) continue;
       if (state.resident_copy >= 0) {
@@ -149,8 +152,7 @@ class Builder {
         if (on_device || state.uploaded) continue;
         state.uploaded = true;
       } else {
-        state.device_copy =
-            add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param));
+        state.device_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param));
       }
       emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
            {{state.state, false}, {state.device_copy, true}})
@@ -181,7 +183,8 @@ class Builder {
       state.device_copy = -1;
       state.last_visit = -1;
     }
-    inputs_.assign(static_cast<size_t>(blocks + 1), std::vector<int>(static_cast<size_t>(end - begin), -1));
+    inputs_.assign(static_cast<size_t>(blocks + 1),
+                   std::vector<int>(static_cast<size_t>(end - begin), -1));
     host_inputs_ = inputs_;
     wave_begin_ = begin;
     wave_end_ = end;
@@ -236,8 +239,8 @@ class Builder {
     }
   }
 
-  // The input of a transformer block is needed again in backward: it goes to pinned memory meanwhile,
-  // unless activations stay on the device. The head's input is used at once.
+  // The input of a transformer block is needed again in backward: it goes to pinned memory
+  // meanwhile, unless activations stay on the device. The head's input is used at once.
   void offload_input(int b, int mb) {
     if (placement_.activations_on_device || block(b).kind == BlockKind::kHead) return;
     host_input(b, mb) = add_activation(BufferKind::kInput, b, mb, Tier::kHost);
@@ -255,7 +258,8 @@ class Builder {
     host_input(b, mb) = -1;
   }
 
-  // Brings back the input of the micro-batch after (b, mb) in the backward order, one ahead of its use.
+  // Brings back the input of the micro-batch after (b, mb) in the backward order, one ahead of its
+  // use.
   void upload_next_input(int b, int mb) {
     if (mb + 1 < wave_end_) {
       upload_input(b, mb + 1);
@@ -298,9 +302,9 @@ class Builder {
     }
   }
 
-  // Adds the embedding's gradients of all micro-batches, in order, behind the last wave. A table that
-  // the head shares has all of the head's gradients by then, so that the order of its sum, and with it
-  // every bit, is the same for every length of the waves.
+  // Adds the embedding's gradients of all micro-batches, in order, behind the last wave. A table
+  // that the head shares has all of the head's gradients by then, so that the order of its sum, and
+  // with it every bit, is the same for every length of the waves.
   void embedding_backward_visit(int b) {
     for (const int param : block(b).flat_params) open_grad(param);
     const int workspace =
@@ -323,7 +327,8 @@ class Builder {
     int& grad = activation_grads_[static_cast<size_t>(mb)];
     int& parked = parked_activation_grads_[static_cast<size_t>(mb)];
     parked = add_activation(BufferKind::kActivationGrad, -1, mb, Tier::kHost);
-    emit(OpKind::kParkGrad, PlanLaneKind::kOffload, {{grad, false}, {parked, true}}).micro_batch = mb;
+    emit(OpKind::kParkGrad, PlanLaneKind::kOffload, {{grad, false}, {parked, true}}).micro_batch =
+        mb;
     grad = -1;
   }
 
@@ -332,19 +337,22 @@ class Builder {
     const int parked = std::exchange(parked_activation_grads_[static_cast<size_t>(mb)], -1);
     int& grad = activation_grads_[static_cast<size_t>(mb)];
     grad = add_activation(BufferKind::kActivationGrad, -1, mb);
-    emit(OpKind::kUnparkGrad, PlanLaneKind::kUpload, {{parked, false}, {grad, true}}).micro_batch = mb;
+    emit(OpKind::kUnparkGrad, PlanLaneKind::kUpload, {{parked, false}, {grad, true}}).micro_batch =
+        mb;
   }
 
   void offload_loss(int loss, int mb) {
     const int host = add_buffer(BufferKind::kLoss, loss_bytes(), Tier::kHost);
-    emit(OpKind::kOffloadLoss, PlanLaneKind::kOffload, {{loss, false}, {host, true}}).micro_batch = mb;
+    emit(OpKind::kOffloadLoss, PlanLaneKind::kOffload, {{loss, false}, {host, true}}).micro_batch =
+        mb;
   }
 
   // The block in which a FlatParam's gradient is complete: the lowest that refers to it.
   int last_user(int param) const {
     for (size_t b = 0; b < input_.layout.blocks.size(); ++b) {
       const std::vector<int>& params = input_.layout.blocks[b].flat_params;
-      if (std::find(params.begin(), params.end(), param) != params.end()) return static_cast<int>(b);
+      if (std::find(params.begin(), params.end(), param) != params.end())
+        return static_cast<int>(b);
     }
     fail(ErrorCode::kInternal, "FlatParam {} belongs to no block", param);
   }
@@ -369,7 +377,8 @@ class Builder {
         state.parked =
             add_param_buffer(BufferKind::kGrad, param, input_.grad_bytes(param), Tier::kHost);
       }
-      emit(OpKind::kParkGrad, PlanLaneKind::kOffload, {{grad, false}, {state.parked, true}}).param = param;
+      emit(OpKind::kParkGrad, PlanLaneKind::kOffload, {{grad, false}, {state.parked, true}}).param =
+          param;
       return;
     }
     const bool on_device = placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
@@ -394,7 +403,8 @@ class Builder {
 
   void finish_step() {
     emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
-    emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload, {{scalars_, false}, {host_scalars_, true}});
+    emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
+         {{scalars_, false}, {host_scalars_, true}});
     const int params = static_cast<int>(params_.size());
     for (int param = 0; param < params; ++param) {  // the order of next use
       const ParamState& state = params_[static_cast<size_t>(param)];
@@ -402,7 +412,9 @@ class Builder {
           placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
       emit(on_device ? OpKind::kDeviceAdam : OpKind::kHostAdam,
            on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
-           {{state.rounded, false}, {on_device ? scalars_ : host_scalars_, false}, {state.state, true}})
+           {{state.rounded, false},
+            {on_device ? scalars_ : host_scalars_, false},
+            {state.state, true}})
           .param = param;
     }
   }
@@ -438,8 +450,8 @@ class Builder {
     return host_inputs_[static_cast<size_t>(b)][static_cast<size_t>(mb - wave_begin_)];
   }
 
-  // Neighbouring visits of one kind and direction share a workspace; the head, whose logits are large,
-  // has its own.
+  // Neighbouring visits of one kind and direction share a workspace; the head, whose logits are
+  // large, has its own.
   int workspace_of(size_t bytes, int b, bool backward) {
     const int phase = block(b).kind == BlockKind::kHead ? 1 : backward ? 2 : 0;
     if (phase != workspace_phase_ || bytes > plan_.buffers[static_cast<size_t>(workspace_)].bytes) {
@@ -463,8 +475,8 @@ class Builder {
   std::vector<int> batches_;
   std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
   std::vector<std::vector<int>> host_inputs_;  // likewise
-  std::vector<int> activation_grads_;         // [micro-batch] on the device
-  std::vector<int> parked_activation_grads_;  // likewise, in pinned memory between waves
+  std::vector<int> activation_grads_;          // [micro-batch] on the device
+  std::vector<int> parked_activation_grads_;   // likewise, in pinned memory between waves
   int wave_begin_ = 0;
   int wave_end_ = 0;
   bool last_wave_ = true;

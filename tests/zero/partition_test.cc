@@ -6,7 +6,8 @@ namespace orlop {
 namespace {
 
 TEST(Partition, PartsCoverTheParameterOnce) {
-  for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{128}, int64_t{1000003}}) {
+  for (const int64_t numel :
+       {int64_t{0}, int64_t{1}, int64_t{127}, int64_t{128}, int64_t{1000003}}) {
     for (int world = 1; world <= 8; ++world) {
       int64_t next = 0;
       for (int rank = 0; rank < world; ++rank) {

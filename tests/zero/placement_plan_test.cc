@@ -111,7 +111,8 @@ TEST(PlanReport, HostBytesPerParameterAreFourteenWithClipping) {
   size_t states = 0;
   for (const PlanLine& line : report.lines) {
     if (line.tier != Tier::kHost) continue;
-    if (line.purpose == "masters and moments" || line.purpose == "gradients, waiting for the norm") {
+    if (line.purpose == "masters and moments" ||
+        line.purpose == "gradients, waiting for the norm") {
       states += line.bytes;
     }
   }

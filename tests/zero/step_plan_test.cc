@@ -7,8 +7,8 @@
 #include <sstream>
 
 #include "orlop/error.h"
-#include "zero/plan_check.h"
 #include "tests/zero/plan_input.h"
+#include "zero/plan_check.h"
 #include "zero/plan_memory.h"
 
 namespace orlop {
@@ -34,13 +34,14 @@ TEST(StepPlan, EveryPlacementProvesItself) {
         for (int on_device = 0; on_device <= params; on_device += 2) {
           PlacementPlan plan = placement(input, prefetch, wave);
           plan.activations_on_device = (resident + wave) % 2 == 0;
-          for (int i = 0; i < resident; ++i) plan.params[static_cast<size_t>(params - 1 - i)].resident = true;
+          for (int i = 0; i < resident; ++i)
+            plan.params[static_cast<size_t>(params - 1 - i)].resident = true;
           for (int i = 0; i < on_device; ++i) {
             plan.params[static_cast<size_t>(i)] = {.resident = true, .optimizer = Tier::kDevice};
           }
           ASSERT_NO_THROW(plan_check(input, plan, make_train_plan(input, plan), true))
-              << "prefetch " << prefetch << " wave " << wave << " resident " << resident << " shards "
-              << on_device;
+              << "prefetch " << prefetch << " wave " << wave << " resident " << resident
+              << " shards " << on_device;
           ASSERT_NO_THROW(plan_check(input, plan, make_eval_plan(input, plan), false));
           ++plans;
         }
