@@ -11,6 +11,7 @@
 
 #include <array>
 #include <filesystem>
+#include <set>
 
 #include "base/check.h"
 #include "base/unique_fd.h"
@@ -80,6 +81,23 @@ DriveReport report_drive(const std::string& directory) {
   report.device = device_of(file.st_dev);
   report.percent_worn = percent_worn(report.device);
   return report;
+}
+
+uint64_t free_disk_bytes(std::span<const std::string> directories) {
+  std::set<dev_t> seen;
+  uint64_t free = 0;
+  for (const std::string& directory : directories) {
+    std::filesystem::path path = absolute_path(directory);
+    struct stat info {};
+    while (::stat(path.c_str(), &info) != 0 && path.has_relative_path()) path = path.parent_path();
+    struct statvfs space {};
+    check(::stat(path.c_str(), &info) == 0 && ::statvfs(path.c_str(), &space) == 0,
+          ErrorCode::kUsage, "cannot look at {}: {}", path.string(), errno_text(errno));
+    if (seen.insert(info.st_dev).second) {
+      free += static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
+    }
+  }
+  return free;
 }
 
 IoReport report_io() {

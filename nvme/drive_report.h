@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 
 namespace orlop::nvme {
@@ -20,6 +21,10 @@ struct DriveReport {
 
 // Looks at an existing directory that can be written; leaves nothing behind. Throws Error(kUsage).
 DriveReport report_drive(const std::string& directory);
+
+// Bytes that are free on the file systems of the directories, each file system counted once. A
+// directory that does not exist yet counts as the nearest one above it. Throws Error(kUsage).
+uint64_t free_disk_bytes(std::span<const std::string> directories);
 
 // What the kernel grants swapping here.
 struct IoReport {

@@ -46,23 +46,14 @@ struct Swapper::Operation {
   IoOp op = IoOp::kRead;
   size_t chunk = 0;
   SwapRequest request;
-  SlotLease slot;
+  std::span<std::byte> memory;
   uint64_t checksum = 0;  // of a write
-  Completion<SlotLease> read;
-  Completion<> written;
+  Done done;
 
   std::string describe() const {
     return fmt::format("{} of shard {} chunk {} (version {})",
                        op == IoOp::kRead ? "swap_in" : "swap_out", request.key.shard,
                        request.key.chunk, request.version);
-  }
-  void finish(const std::exception_ptr& error) {
-    if (error || op == IoOp::kWrite) slot.release();
-    if (op == IoOp::kWrite) {
-      error ? written.set_error(error) : written.set_value();
-    } else {
-      error ? read.set_error(error) : read.set_value(std::move(slot));
-    }
   }
 };
 
@@ -192,46 +183,62 @@ void Swapper::register_memory(std::span<std::byte> memory, size_t slot_bytes) {
 // ---------------------------------------------------------------------------------------------------
 // Operations
 
+void Swapper::swap_in(const SwapRequest& request, std::span<std::byte> memory, Done done) {
+  enqueue(IoOp::kRead, request, memory, std::move(done));
+}
+
+void Swapper::swap_out(const SwapRequest& request, std::span<std::byte> memory, Done done) {
+  enqueue(IoOp::kWrite, request, memory, std::move(done));
+}
+
 Completion<SlotLease> Swapper::swap_in(const SwapRequest& request, SlotLease slot) {
-  auto operation = std::make_shared<Operation>();
-  operation->op = IoOp::kRead;
-  operation->request = request;
-  operation->slot = std::move(slot);
-  Completion<SlotLease> outcome = operation->read;
-  enqueue(std::move(operation));
+  Completion<SlotLease> outcome;
+  const auto lease = std::make_shared<SlotLease>(std::move(slot));
+  swap_in(request, lease->span(), [outcome, lease](const std::exception_ptr& error) mutable {
+    if (error) {
+      lease->release();
+      outcome.set_error(error);
+    } else {
+      outcome.set_value(std::move(*lease));
+    }
+  });
   return outcome;
 }
 
 Completion<> Swapper::swap_out(const SwapRequest& request, SlotLease slot) {
-  auto operation = std::make_shared<Operation>();
-  operation->op = IoOp::kWrite;
-  operation->request = request;
-  operation->slot = std::move(slot);
-  Completion<> outcome = operation->written;
-  enqueue(std::move(operation));
+  Completion<> outcome;
+  const auto lease = std::make_shared<SlotLease>(std::move(slot));
+  swap_out(request, lease->span(), [outcome, lease](const std::exception_ptr& error) mutable {
+    lease->release();
+    error ? outcome.set_error(error) : outcome.set_value();
+  });
   return outcome;
 }
 
-// Checks what the caller got wrong and throws at once; everything later goes into the Completion.
-void Swapper::enqueue(std::shared_ptr<Operation> operation) {
+// Checks what the caller got wrong and throws at once; everything later goes to `done`.
+void Swapper::enqueue(IoOp op, const SwapRequest& request, std::span<std::byte> memory, Done done) {
   State& state = *state_;
-  operation->chunk = state.table->find(operation->request.key);
+  auto operation = std::make_shared<Operation>();
+  operation->op = op;
+  operation->request = request;
+  operation->memory = memory;
+  operation->done = std::move(done);
+  operation->chunk = state.table->find(request.key);
   const Extent& extent = state.table->extents()[operation->chunk];
-  const std::span<std::byte> slot = operation->slot.span();
   const size_t memory_alignment = state.files[extent.file]->direct_io().memory_alignment;
-  check(static_cast<bool>(operation->slot) && slot.size() >= extent.capacity, ErrorCode::kUsage,
-        "{}: the slot has {} bytes, {} are needed", operation->describe(), slot.size(),
+  check(memory.data() != nullptr && memory.size() >= extent.capacity, ErrorCode::kUsage,
+        "{}: the slot has {} bytes, {} are needed", operation->describe(), memory.size(),
         extent.capacity);
-  check(reinterpret_cast<uintptr_t>(slot.data()) % memory_alignment == 0, ErrorCode::kUsage,
+  check(reinterpret_cast<uintptr_t>(memory.data()) % memory_alignment == 0, ErrorCode::kUsage,
         "{}: the slot at {} is not aligned to the {} bytes that direct I/O on {} needs",
-        operation->describe(), fmt::ptr(slot.data()), memory_alignment,
+        operation->describe(), fmt::ptr(memory.data()), memory_alignment,
         state.files[extent.file]->path());
-  check(operation->request.version >= 0, ErrorCode::kUsage, "{}: versions count from 0",
+  check(request.version >= 0, ErrorCode::kUsage, "{}: versions count from 0",
         operation->describe());
-  if (operation->op == IoOp::kWrite) {
-    std::memset(slot.data() + extent.bytes, 0, extent.capacity - extent.bytes);
+  if (op == IoOp::kWrite) {
+    std::memset(memory.data() + extent.bytes, 0, extent.capacity - extent.bytes);
     operation->checksum =
-        chunk_checksum(slot.first(extent.bytes), state.verify, checksum_seed(operation->request));
+        chunk_checksum(memory.first(extent.bytes), state.verify, checksum_seed(request));
   }
   bool first = false;
   {
@@ -266,7 +273,7 @@ void Swapper::State::start(const std::shared_ptr<Operation>& operation) {
   transfer.op = operation->op;
   transfer.fd = file.fd();
   transfer.offset = extent.offset;
-  transfer.data = operation->slot.span().first(extent.capacity);
+  transfer.data = operation->memory.first(extent.capacity);
   transfer.alignment = alignment;
   transfer.priority = operation->request.next_use;
   transfer.operation = operation->describe();
@@ -318,7 +325,7 @@ void Swapper::State::finish(const std::shared_ptr<Operation>& operation, std::ex
     chunk.queue.pop_front();
     if (!chunk.queue.empty()) next = chunk.queue.front();
   }
-  operation->finish(error);
+  operation->done(error);
   {
     std::lock_guard lock(mutex);
     if (--running == 0) idle.notify_all();
@@ -329,7 +336,7 @@ void Swapper::State::finish(const std::shared_ptr<Operation>& operation, std::ex
 void Swapper::State::check_read(const Operation& operation) const {
   if (verify == Verify::kOff) return;
   const Extent& extent = table->extents()[operation.chunk];
-  const uint64_t found = chunk_checksum(operation.slot.span().first(extent.bytes), verify,
+  const uint64_t found = chunk_checksum(operation.memory.first(extent.bytes), verify,
                                         checksum_seed(operation.request));
   uint64_t expected = 0;
   {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -88,6 +90,14 @@ class Swapper {
   // error the chunk's contents are lost and reading it is an error.
   Completion<> swap_out(const SwapRequest& request, SlotLease slot);
 
+  // The same with memory of the caller's, in which the chunk starts; its length, rounded up to
+  // alignment(), is read or written. It belongs to the operation until `done` is called, once, with
+  // null or the error: on the thread `io`, or on the caller's when nothing had to be moved. `done`
+  // must not throw and must not wait.
+  using Done = std::function<void(const std::exception_ptr& error)>;
+  void swap_in(const SwapRequest& request, std::span<std::byte> memory, Done done);
+  void swap_out(const SwapRequest& request, std::span<std::byte> memory, Done done);
+
   // Waits until all operations so far have ended, and throws the first error since the last
   // flush().
   void flush();
@@ -111,7 +121,7 @@ class Swapper {
   struct State;
 
   void start_up(const SwapperOptions& options);
-  void enqueue(std::shared_ptr<Operation> operation);
+  void enqueue(IoOp op, const SwapRequest& request, std::span<std::byte> memory, Done done);
 
   std::shared_ptr<State> state_;  // shared with requests that outlive a bounded destructor
   std::unique_ptr<IoQueue> queue_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "orlop/types.h"
 
@@ -40,19 +41,38 @@ struct BatchConfig {
   int64_t accumulation_steps = 1;  // micro-batches per optimizer step
 };
 
-// Hard budgets. Absent: all free device memory; all host memory the cgroup allows, less a reserve.
+// Hard budgets. Absent: all free device memory; all host memory the cgroup allows, less a reserve;
+// all space that is free in the swap directories, less a reserve.
 struct LimitsConfig {
   std::optional<size_t> device_bytes;
   std::optional<size_t> host_bytes;
+  std::optional<size_t> nvme_bytes;
+  // Wear: a step that would write more to the drives than this since midnight UTC is refused.
+  std::optional<uint64_t> nvme_writes_per_day_bytes;
+};
+
+// Where states are swapped to that host memory does not hold.
+struct NvmeConfig {
+  std::vector<std::string> paths;        // directories, one per drive; empty: nothing is swapped
+  size_t block_bytes = size_t{1} << 20;  // of one request; a multiple of 4096
+  int queue_depth = 32;                  // requests in flight
+  bool direct = true;                    // O_DIRECT where the file system takes it
+  std::string engine = "auto";           // auto, io_uring, threads
+  std::string verify = "sample";         // checksums of what is read: off, sample, full
 };
 
 // What the planner decides by itself unless it is told.
 struct PlacementConfig {
-  std::optional<int> prefetch_depth;           // blocks uploaded ahead of compute, 0..8
-  std::optional<int> resident_blocks;          // blocks whose weights stay on the device
-  std::optional<int> device_optimizer_blocks;  // blocks whose optimizer states live on the device
-  std::optional<bool> activations_on_device;   // block inputs: device, or pinned host memory
-  std::optional<int> wave;                     // micro-batches per wave
+  std::optional<int> prefetch_depth = {};   // blocks uploaded ahead of compute, 0..8
+  std::optional<int> resident_blocks = {};  // blocks whose weights stay on the device
+  std::optional<int> device_optimizer_blocks =
+      {};  // blocks whose optimizer states live on the device
+  std::optional<bool> activations_on_device = {};  // block inputs: device, or pinned host memory
+  std::optional<int> wave = {};                    // micro-batches per wave
+  std::optional<int> nvme_optimizer_blocks =
+      {};                                     // last blocks whose optimizer states are on drives
+  std::optional<int> nvme_param_blocks = {};  // last blocks whose weights are there, too
+  std::optional<int64_t> swap_chunk = {};     // elements that are swapped and updated together
 };
 
 struct EngineConfig {
@@ -62,6 +82,7 @@ struct EngineConfig {
   OptimizerConfig optimizer;
   ScheduleConfig schedule;
   LimitsConfig limits;
+  NvmeConfig nvme;
   PlacementConfig placement;
   int threads = 0;             // host threads for compute and optimizer; 0: every usable core
   bool reference_ops = false;  // host device only: plain loops instead of oneDNN

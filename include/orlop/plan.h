@@ -35,11 +35,18 @@ struct ORLOP_EXPORT PlanReport {
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;
-  size_t state_bytes = 0;  // masters and moments of every parameter
+  size_t nvme_bytes = 0;
+  size_t nvme_budget_bytes = 0;
+  size_t nvme_read_bytes = 0;     // per step
+  size_t nvme_written_bytes = 0;  // likewise
+  size_t checkpoint_bytes = 0;    // of one checkpoint
+  size_t state_bytes = 0;         // masters and moments of every parameter
   std::vector<PlanLine> lines;
   int blocks = 0;
   int resident_blocks = 0;
   int device_optimizer_blocks = 0;
+  int nvme_optimizer_blocks = 0;
+  int nvme_param_blocks = 0;
   int prefetch_depth = 0;
   int waves = 1;
   bool activations_on_device = false;

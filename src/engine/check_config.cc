@@ -4,6 +4,8 @@
 #include <limits>
 
 #include "base/check.h"
+#include "nvme/chunk_checksum.h"
+#include "nvme/io_backend.h"
 
 namespace orlop {
 namespace {
@@ -78,12 +80,34 @@ void check_schedule(const ScheduleConfig& schedule) {
         schedule.warmup_steps, schedule.decay_ratio, decay_steps, schedule.total_steps);
 }
 
+void check_nvme(const EngineConfig& config) {
+  const NvmeConfig& nvme = config.nvme;
+  constexpr size_t kBlockMultiple = 4096;
+  constexpr size_t kMaxBlock = size_t{1} << 30;
+  check(nvme.block_bytes > 0 && nvme.block_bytes % kBlockMultiple == 0 &&
+            nvme.block_bytes <= kMaxBlock,
+        ErrorCode::kUsage, "nvme.block is {} bytes; it must be a multiple of {} up to {}",
+        nvme.block_bytes, kBlockMultiple, kMaxBlock);
+  check(nvme.queue_depth >= 1 && nvme.queue_depth <= 4096, ErrorCode::kUsage,
+        "nvme.queue_depth is {}; it must lie between 1 and 4096", nvme.queue_depth);
+  nvme::parse_io_engine(nvme.engine);
+  nvme::parse_verify(nvme.verify);
+  const PlacementConfig& placement = config.placement;
+  const bool wanted = placement.nvme_optimizer_blocks.value_or(0) > 0 ||
+                      placement.nvme_param_blocks.value_or(0) > 0;
+  check(!wanted || !nvme.paths.empty(), ErrorCode::kUsage,
+        "placement.nvme_optimizer_blocks is {} and placement.nvme_param_blocks {}, but no swap "
+        "directory is given; name one with --nvme",
+        placement.nvme_optimizer_blocks.value_or(0), placement.nvme_param_blocks.value_or(0));
+}
+
 }  // namespace
 
 void check_config(const EngineConfig& config, const TransformerConfig& model) {
   check_batch(config.batch, model);
   check_optimizer(config.optimizer);
   check_schedule(config.schedule);
+  check_nvme(config);
   check_count(config.max_skipped_steps, "max_skipped_steps");
   check(config.threads >= 0, ErrorCode::kUsage,
         "threads is {}; it must be at least 1, or 0 for every core", config.threads);

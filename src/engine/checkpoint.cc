@@ -37,13 +37,24 @@ std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore&
   return specs;
 }
 
-// Hands one plane of one tensor to `use(first element, values)` in pieces.
+// Calls `use(plane, suffix, first element, values)` for every piece of every plane of one tensor:
+// plane after plane, as they lie in the file, or, where states come from a drive chunk by chunk,
+// all planes of a piece together.
 template <typename Use>
-void for_pieces(const Segment& segment, const Use& use) {
+void for_pieces(const Segment& segment, bool by_pieces, const Use& use) {
   std::vector<float> values;
-  for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
+  const auto piece = [&](const std::pair<Plane, const char*>& plane, int64_t first) {
     values.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)));
-    use(first, std::span<float>(values));
+    use(plane.first, plane.second, first, std::span<float>(values));
+  };
+  if (by_pieces) {
+    for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
+      for (const auto& plane : kPlanes) piece(plane, first);
+    }
+  } else {
+    for (const auto& plane : kPlanes) {
+      for (int64_t first = 0; first < segment.numel; first += kPieceElements) piece(plane, first);
+    }
   }
 }
 
@@ -51,21 +62,23 @@ void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateSto
   std::vector<uint16_t> halves;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     const int index = static_cast<int>(param);
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
-        const std::string name = segment.name + suffix;
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          states.read(index, which, segment.offset + first, values);
-          std::span<const std::byte> bytes = std::as_bytes(values);
-          if (dtype == DType::kBF16) {
-            halves.resize(values.size());
-            std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
-            bytes = std::as_bytes(std::span(halves));
-          }
-          writer.write(name, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
-        });
+    const auto write = [&](const Segment& segment, Plane plane, const char* suffix, int64_t first,
+                           std::span<float> values) {
+      const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
+      states.read(index, plane, segment.offset + first, values);
+      std::span<const std::byte> bytes = std::as_bytes(values);
+      if (dtype == DType::kBF16) {
+        halves.resize(values.size());
+        std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
+        bytes = std::as_bytes(std::span(halves));
       }
+      writer.write(segment.name + suffix, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
+    };
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for_pieces(segment, states.is_on_nvme(index),
+                 [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
+                   write(segment, plane, suffix, first, values);
+                 });
     }
   }
 }
@@ -119,23 +132,28 @@ void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>&
 void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
   std::vector<uint16_t> halves;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const TensorInfo& tensor = reader.at(segment.name + suffix);
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
-          if (tensor.dtype == DType::kBF16) {
-            halves.resize(values.size());
-            reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
-            std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
-          } else {
-            reader.read(tensor, offset, std::as_writable_bytes(values));
-          }
-          states.write(static_cast<int>(param), which, segment.offset + first, values);
-        });
+    const int index = static_cast<int>(param);
+    const auto read = [&](const Segment& segment, Plane plane, const char* suffix, int64_t first,
+                          std::span<float> values) {
+      const TensorInfo& tensor = reader.at(segment.name + suffix);
+      const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
+      if (tensor.dtype == DType::kBF16) {
+        halves.resize(values.size());
+        reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
+        std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
+      } else {
+        reader.read(tensor, offset, std::as_writable_bytes(values));
       }
+      states.write(index, plane, segment.offset + first, values);
+    };
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for_pieces(segment, states.is_on_nvme(index),
+                 [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
+                   read(segment, plane, suffix, first, values);
+                 });
     }
   }
+  states.flush();
 }
 
 // Those of a run that was left behind by going back to an older checkpoint. They do not push out

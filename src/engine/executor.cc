@@ -10,16 +10,8 @@ namespace {
 
 constexpr std::array<PlanLaneKind, 3> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
                                                       PlanLaneKind::kOffload};
-
-const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
-                          int param = -1) {
-  for (const BufferUse& use : op.uses) {
-    const PlanBuffer& buffer = plan.buffer(use);
-    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
-      return &use;
-  }
-  return nullptr;
-}
+// Compute copies on their way from the drives, as far as the main thread may run ahead of them.
+constexpr size_t kMaxSwapIns = 1024;
 
 }  // namespace
 
@@ -30,7 +22,9 @@ struct Executor::PlanState {
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
-  std::vector<BatchView> batches;  // of the walk that is under way
+  std::vector<BatchView> batches;          // of the walk that is under way
+  std::vector<SwapLane::SwapIn> swap_ins;  // by operation
+  std::vector<uint32_t> tickets;           // likewise, of the walk that is under way
 };
 
 struct Executor::Walk {
@@ -53,6 +47,11 @@ Executor::Executor(Backend& backend, const PlanInput& input,
   for (auto& end : ends_) end = backend.make_event();
   for (const FlatParamLayout& flat : input.layout.flat_params)
     decay_runs_.push_back(decay_runs(flat));
+  if (memory_.swap != nullptr) {
+    swap_lane_ =
+        std::make_unique<SwapLane>(memory_.swap->swapper(), memory_.gates, memory_.swap->versions(),
+                                   memory_.swapped_in, kMaxSwapIns);
+  }
 }
 
 Executor::~Executor() = default;
@@ -81,6 +80,8 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   if (slot) return *slot;
   slot = std::make_unique<PlanState>();
   slot->events.resize(plan.ops.size());
+  slot->swap_ins.resize(plan.ops.size());
+  slot->tickets.resize(plan.ops.size());
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
     if (op.signals) slot->events[i] = backend_.make_event();
@@ -92,6 +93,7 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
       slot->device_batches.push_back(
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
     }
+    if (op.kind == OpKind::kSwapInParam) slot->swap_ins[i] = make_swap_in(plan, op, *slot);
     if (op.kind == OpKind::kOffloadLoss) {
       slot->host_losses.resize(
           std::max(slot->host_losses.size(), static_cast<size_t>(op.micro_batch) + 1));
@@ -100,6 +102,18 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
     }
   }
   return *slot;
+}
+
+SwapLane::SwapIn Executor::make_swap_in(const StepPlan& plan, const PlanOp& op,
+                                        const PlanState& state) const {
+  SwapLane::SwapIn swap_in;
+  swap_in.param = op.param;
+  swap_in.pieces = memory_.swap->copy_pieces(op.param, address(plan.buffer(op.uses.front())));
+  for (const int wait : op.waits) {
+    ORLOP_INVARIANT(state.events[static_cast<size_t>(wait)] != nullptr);
+    swap_in.after.push_back(state.events[static_cast<size_t>(wait)].get());
+  }
+  return swap_in;
 }
 
 // Arena bytes change hands between steps as the next plan says; nothing of this step may start
@@ -134,6 +148,7 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
   order_after_previous_walk();
   for (size_t i = 0; i < plan.ops.size(); ++i) issue(walk, i);
   for (const PlanLaneKind lane : kDeviceLanes) queue_of(lane).synchronize();
+  if (swap_lane_ != nullptr) swap_lane_->drain();
 
   WalkResult result;
   result.labelled_tokens = walk.labelled_tokens;
@@ -148,9 +163,20 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
 // The order of the queues is the plan's also where a micro-batch is missing.
 void Executor::issue(Walk& walk, size_t index) {
   const PlanOp& op = walk.plan.ops[index];
-  if (op.lane == PlanLaneKind::kOptimizer) return;
+  if (is_host_update(op.kind)) return;
+  if (op.kind == OpKind::kSwapInParam) {
+    walk.state.tickets[index] = swap_lane_->issue(walk.state.swap_ins[index], walk.input.version);
+    return;
+  }
   Queue& queue = queue_of(op.lane);
-  for (const int wait : op.waits) queue.wait(*walk.state.events[static_cast<size_t>(wait)]);
+  for (const int wait : op.waits) {
+    const size_t earlier = static_cast<size_t>(wait);
+    if (walk.plan.ops[earlier].lane == PlanLaneKind::kSwapIn) {
+      queue.wait_gate(swap_lane_->ended(), walk.state.tickets[earlier]);
+    } else {
+      queue.wait(*walk.state.events[earlier]);
+    }
+  }
   if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
   if (op.signals) queue.record(*walk.state.events[index]);
 }
@@ -197,6 +223,9 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_device_adam(walk, op, queue);
       break;
     case OpKind::kHostAdam:
+    case OpKind::kSwapInParam:
+    case OpKind::kSwapInStates:
+    case OpKind::kSwapOutStates:
       break;
   }
 }
@@ -301,6 +330,7 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
       address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
   const StatePlanes planes =
       state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
+  std::byte* rest = state_address(planes, base).rest;
   const AdamHyper& hyper = walk.input.hyper;
   for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
     const size_t begin = static_cast<size_t>(run.begin);
@@ -308,12 +338,13 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
     if (input_.compute_dtype != DType::kF32)
       args.param = base + begin * dtype_bytes(input_.compute_dtype);
     if (input_.compute_dtype == DType::kBF16) {
-      args.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+      args.lo = reinterpret_cast<uint16_t*>(rest + planes.master) + begin;
     } else {
-      args.master = reinterpret_cast<float*>(base + planes.master) + begin;
+      std::byte* master = input_.compute_dtype == DType::kF32 ? base : rest + planes.master;
+      args.master = reinterpret_cast<float*>(master) + begin;
     }
-    args.exp_avg = base + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
-    args.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
+    args.exp_avg = rest + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
+    args.exp_avg_sq = rest + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
     args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
     args.scalars = reinterpret_cast<const StepScalars*>(device_scalars(plan));
     args.numel = run.numel;

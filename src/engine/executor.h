@@ -10,6 +10,8 @@
 #include "backend/ops.h"
 #include "cpu_adam/adam.h"
 #include "engine/batch_staging.h"
+#include "engine/swap_lane.h"
+#include "engine/swap_space.h"
 #include "model/block.h"
 #include "orlop/engine.h"
 #include "zero/param_states.h"
@@ -23,6 +25,8 @@ struct ExecutorMemory {
   std::byte* host = nullptr;
   std::byte* scalars = nullptr;  // the host's kScalars buffer
   std::vector<Gate> gates;       // one per FlatParam
+  Gate swapped_in;               // counts what has come up from the drives
+  SwapSpace* swap = nullptr;     // null: nothing is on a drive
 };
 
 // What one walk over a plan is told.
@@ -63,6 +67,8 @@ class Executor {
   struct Walk;
 
   PlanState& prepare(const StepPlan& plan);
+  SwapLane::SwapIn make_swap_in(const StepPlan& plan, const PlanOp& op,
+                                const PlanState& state) const;
   void issue(Walk& walk, size_t index);
   void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
@@ -88,6 +94,7 @@ class Executor {
   std::vector<std::vector<DecayRun>> decay_runs_;  // per FlatParam
   std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
   std::array<std::unique_ptr<Event>, 3> ends_;
+  std::unique_ptr<SwapLane> swap_lane_;
   uint64_t uploaded_bytes_ = 0;
   uint64_t offloaded_bytes_ = 0;
 };

@@ -93,6 +93,7 @@ void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateSt
       }
     }
   }
+  states.flush();
 }
 
 }  // namespace orlop

@@ -124,6 +124,7 @@ void load_weights(const fs::path& model_dir, const ModelLayout& layout, StateSto
       });
     }
   }
+  states.flush();
 }
 
 void export_weights(const fs::path& model_dir, const fs::path& out_dir, const ModelLayout& layout,

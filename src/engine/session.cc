@@ -8,12 +8,15 @@
 #include "engine/check_config.h"
 #include "formats/hf_config.h"
 #include "memory/available_memory.h"
+#include "nvme/drive_report.h"
 
 namespace orlop {
 namespace {
 
 // Of the memory that is free now, what states may take when no budget is given.
 constexpr double kHostShare = 0.9;
+// Likewise of the space that is free on the drives.
+constexpr double kNvmeShare = 0.9;
 
 DType compute_dtype(Precision precision) {
   switch (precision) {
@@ -78,6 +81,11 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
   planning.budgets.host_bytes = config.limits.host_bytes.value_or(
       static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostShare));
+  if (!config.nvme.paths.empty()) {
+    const double free = static_cast<double>(nvme::free_disk_bytes(config.nvme.paths));
+    planning.budgets.nvme_bytes =
+        config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free));
+  }
   planning.profile = load_profile(info.name, info.is_host, planning.threads);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
@@ -91,12 +99,24 @@ Session::Session(Planning planning, const EngineConfig& config)
     : host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
       planning_(std::move(planning)),
       sequence_length_(config.batch.sequence_length) {
+  take_drives(config);
   ExecutorMemory memory = take_memory();
   gates_ = memory.gates;
   upload_rope(memory.device);
   executor_ = std::make_unique<Executor>(backend(), planning_.input, planning_.blocks,
                                          std::move(memory), sequence_length_,
                                          planning_.model.vocab_size, planning_.model.max_positions);
+}
+
+void Session::take_drives(const EngineConfig& config) {
+  const PlannedStep& planned = planning_.planned;
+  if (!planned.placement.uses_nvme()) return;
+  swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, config);
+  // All slots lie side by side.
+  const std::vector<int>& slots = planned.train.swap_slots;
+  const PlanBuffer& first = planned.train.buffers[static_cast<size_t>(slots.front())];
+  swap_->swapper().register_memory({host_arena_.data() + first.offset, slots.size() * first.bytes},
+                                   first.bytes);
 }
 
 ExecutorMemory Session::take_memory() {
@@ -115,8 +135,11 @@ ExecutorMemory Session::take_memory() {
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
   }
-  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, memory.device,
-                                         memory.host);
+  memory.swapped_in = {new (gates + memory.gates.size()) std::atomic<uint32_t>(0)};
+  memory.swap = swap_.get();
+  arenas_ = {memory.device, memory.host};
+  states_ =
+      std::make_unique<StateStore>(backend(), planning_.input, planned.train, swap_.get(), arenas_);
   return memory;
 }
 
@@ -130,40 +153,99 @@ void Session::upload_rope(std::byte* device) {
   upload.synchronize();
 }
 
-std::vector<HostUpdate> Session::host_updates(uint64_t seed) {
-  std::vector<HostUpdate> updates;
-  for (const PlanBuffer& buffer : planning_.planned.train.buffers) {
-    if (buffer.kind != BufferKind::kRoundedGrad || buffer.tier != Tier::kHost) continue;
-    updates.push_back(host_update(buffer.param, host_arena_.data() + buffer.offset, seed));
+HostUpdates Session::host_updates(uint64_t seed) {
+  HostUpdates updates;
+  updates.gate_of_param = gates_;
+  for (const PlanOp& op : train_plan().ops) {
+    if (!is_host_update(op.kind)) continue;
+    updates.ops.push_back(update_op(op, seed));
+    if (updates.ops.back().is_last) {
+      updates.gates.push_back(gates_[static_cast<size_t>(op.param)]);
+    }
+  }
+  if (swap_ != nullptr) {
+    updates.swapper = &swap_->swapper();
+    updates.versions = &swap_->versions();
+    updates.slots = static_cast<int>(train_plan().swap_slots.size());
   }
   return updates;
 }
 
-HostUpdate Session::host_update(int param, const std::byte* grad, uint64_t seed) const {
-  const StatePlanes& planes = states_->planes(param);
-  std::byte* base = states_->host_states(param);
-  HostUpdate update{param, {}, gates_[static_cast<size_t>(param)]};
-  for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(param)])) {
-    const size_t begin = static_cast<size_t>(run.begin);
+UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
+  const StepPlan& plan = train_plan();
+  UpdateOp update;
+  update.param = op.param;
+  const bool by_chunks = op.chunk.index >= 0;
+  const bool ends = !by_chunks || op.chunk.begin + op.chunk.numel == input().numel(op.param);
+  const bool copy_on_nvme = by_chunks && swap_->copy_is_on_nvme(op.param);
+  if (by_chunks) {
+    const BufferUse& slot = *find_use(plan, op, BufferKind::kSwapSlot, Tier::kHost);
+    const auto found = std::find(plan.swap_slots.begin(), plan.swap_slots.end(), slot.buffer);
+    update.slot = static_cast<int>(found - plan.swap_slots.begin());
+    if (op.kind != OpKind::kHostAdam) {
+      update.pieces = swap_->chunk_pieces(op.param, op.chunk, arenas_.of(plan.buffer(slot)));
+    }
+  }
+  switch (op.kind) {
+    case OpKind::kHostAdam:
+      update.parts = update_parts(op, seed);
+      update.opens_gate = ends && !copy_on_nvme;
+      update.is_last = !by_chunks;
+      break;
+    case OpKind::kSwapInStates:
+      update.kind = UpdateOp::Kind::kSwapIn;
+      break;
+    default:
+      update.kind = UpdateOp::Kind::kSwapOut;
+      update.opens_gate = ends && copy_on_nvme;
+      update.is_last = ends;
+  }
+  return update;
+}
+
+// The runs of elements with one weight decay among those that `op` updates.
+std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) const {
+  const StepPlan& plan = train_plan();
+  const auto address_of = [&](BufferKind kind) {
+    return arenas_.of(plan.buffer(*find_use(plan, op, kind, Tier::kHost)));
+  };
+  const bool by_chunks = op.chunk.index >= 0;
+  const StateAddress whole = states_->host_states(op.param);
+  const StatePlanes planes = by_chunks ? swap_->planes(op.chunk) : states_->planes(op.param);
+  const StateAddress base =
+      by_chunks ? swap_->address(op.param, op.chunk, address_of(BufferKind::kSwapSlot), whole.copy)
+                : whole;
+  const std::byte* grads = address_of(BufferKind::kRoundedGrad);
+  const size_t compute_bytes = dtype_bytes(planes.compute_dtype);
+  const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
+  std::vector<UpdatePart> parts;
+  for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(op.param)])) {
+    const int64_t begin = std::max(run.begin, op.chunk.begin);
+    const int64_t end = std::min(run.begin + run.numel, op.chunk.begin + planes.numel);
+    if (begin >= end) continue;
+    const size_t local = static_cast<size_t>(begin - op.chunk.begin);  // in the chunk
     AdamShard shard;
     shard.compute_dtype = planes.compute_dtype;
     shard.moment_dtype = planes.moment_dtype;
     shard.grad_dtype = planes.compute_dtype;
-    const bool has_copy = planes.compute_dtype != DType::kF32;
-    if (has_copy) shard.param = base + begin * dtype_bytes(planes.compute_dtype);
-    if (planes.compute_dtype == DType::kBF16) {
-      shard.lo = reinterpret_cast<uint16_t*>(base + planes.lo) + begin;
+    if (planes.compute_dtype == DType::kF32) {
+      shard.master = reinterpret_cast<float*>(base.copy) + local;
     } else {
-      shard.master = reinterpret_cast<float*>(base + planes.master) + begin;
+      shard.param = base.copy + local * compute_bytes;
+      if (planes.compute_dtype == DType::kBF16) {
+        shard.lo = reinterpret_cast<uint16_t*>(base.rest + planes.master) + local;
+      } else {
+        shard.master = reinterpret_cast<float*>(base.rest + planes.master) + local;
+      }
     }
-    shard.exp_avg = base + planes.exp_avg + begin * dtype_bytes(planes.moment_dtype);
-    shard.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(planes.moment_dtype);
-    shard.grad = grad + begin * dtype_bytes(planes.compute_dtype);
-    shard.numel = run.numel;
-    shard.rng_offset = run.begin;
-    update.parts.push_back({shard, run.decay, param_seed(seed, param)});
+    shard.exp_avg = base.rest + planes.exp_avg + local * moment_bytes;
+    shard.exp_avg_sq = base.rest + planes.exp_avg_sq + local * moment_bytes;
+    shard.grad = grads + static_cast<size_t>(begin) * compute_bytes;
+    shard.numel = end - begin;
+    shard.rng_offset = begin;
+    parts.push_back({shard, run.decay, param_seed(seed, op.param)});
   }
-  return update;
+  return parts;
 }
 
 }  // namespace orlop

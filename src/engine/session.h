@@ -8,6 +8,7 @@
 #include "engine/backend_factory.h"
 #include "engine/executor.h"
 #include "engine/state_store.h"
+#include "engine/swap_space.h"
 #include "memory/host_arena.h"
 #include "optim/optimizer_queue.h"
 #include "orlop/config.h"
@@ -52,18 +53,26 @@ class Session {
   StateStore& states() { return *states_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
+  // Null when nothing is on a drive.
+  SwapSpace* swap() { return swap_.get(); }
+  const SwapSpace* swap() const { return swap_.get(); }
+
   // What the host updates after each step, in the order of next use.
-  std::vector<HostUpdate> host_updates(uint64_t seed);
+  HostUpdates host_updates(uint64_t seed);
 
  private:
   ExecutorMemory take_memory();
   void upload_rope(std::byte* device);
-  HostUpdate host_update(int param, const std::byte* grad, uint64_t seed) const;
+  void take_drives(const EngineConfig& config);
+  UpdateOp update_op(const PlanOp& op, uint64_t seed) const;
+  std::vector<UpdatePart> update_parts(const PlanOp& op, uint64_t seed) const;
 
-  HostArena host_arena_;  // outlives the backend, which has it registered
+  HostArena host_arena_;  // outlives the backend, which has it registered, and all transfers
   Planning planning_;
+  ArenaAddresses arenas_;
   int64_t sequence_length_;
   std::vector<Gate> gates_;
+  std::unique_ptr<SwapSpace> swap_;
   std::unique_ptr<StateStore> states_;
   std::unique_ptr<Executor> executor_;
 };

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "base/completion.h"
 
 namespace orlop {
 namespace {
@@ -14,100 +15,220 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 }  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-                       std::byte* device_arena, std::byte* host_arena)
-    : backend_(backend), homes_(input.layout.flat_params.size()) {
+                       SwapSpace* swap, const ArenaAddresses& arenas)
+    : backend_(backend), swap_(swap), homes_(input.layout.flat_params.size()) {
+  for (size_t param = 0; param < homes_.size(); ++param) {
+    Home& home = homes_[param];
+    home.planes =
+        state_planes(input.numel(static_cast<int>(param)), input.compute_dtype, input.moment_dtype);
+    home.tier = Tier::kNvme;  // unless a buffer holds the states
+    if (swap != nullptr) home.is_blank.resize(swap->chunks(static_cast<int>(param)).size());
+  }
   for (const PlanBuffer& buffer : plan.buffers) {
-    if (buffer.kind != BufferKind::kState) continue;
+    if (buffer.param < 0 || !buffer.persistent) continue;
     Home& home = homes_[static_cast<size_t>(buffer.param)];
-    home.planes = state_planes(input.layout.flat_params[static_cast<size_t>(buffer.param)].numel,
-                               input.compute_dtype, input.moment_dtype);
-    home.tier = buffer.tier;
-    home.address = (buffer.tier == Tier::kDevice ? device_arena : host_arena) + buffer.offset;
+    if (buffer.kind == BufferKind::kState) {
+      home.tier = buffer.tier;
+      home.address = state_address(home.planes, arenas.of(buffer));
+    } else if (buffer.kind == BufferKind::kParam && buffer.tier == Tier::kHost) {
+      home.address.copy = arenas.of(buffer);
+    }
+  }
+  if (!plan.swap_slots.empty()) {
+    slot_ = arenas.of(plan.buffers[static_cast<size_t>(plan.swap_slots.back())]);
   }
 }
 
-std::byte* StateStore::host_states(int param) const {
-  return home(param).tier == Tier::kHost ? home(param).address : nullptr;
+StateAddress StateStore::host_states(int param) const {
+  return home(param).tier == Tier::kDevice ? StateAddress{} : home(param).address;
 }
 
 void StateStore::clear() {
   Queue& queue = backend_.queue(QueueKind::kUpload);
-  for (const Home& home : homes_) {
-    if (home.tier == Tier::kHost) {
-      std::memset(home.address, 0, home.planes.bytes);
-    } else {
-      queue.fill_zero(home.address, home.planes.bytes);
+  for (Home& home : homes_) {
+    if (home.tier == Tier::kDevice) {
+      queue.fill_zero(home.address.copy, home.planes.bytes());
+      continue;
     }
+    if (home.address.copy != nullptr) std::memset(home.address.copy, 0, home.planes.copy_bytes);
+    if (home.tier == Tier::kHost) std::memset(home.address.rest, 0, home.planes.rest_bytes);
+    home.is_blank.assign(home.is_blank.size(), true);
   }
+  loaded_ = {};
   queue.synchronize();
+}
+
+// Calls `use(planes of the staging buffer, its address, first element, elements)` until `count`
+// elements have passed.
+template <typename Use>
+void StateStore::for_staged(const Home& home, size_t count, const Use& use) {
+  for (size_t first = 0; first < count; first += static_cast<size_t>(kStagedElements)) {
+    const size_t elements = std::min(count - first, static_cast<size_t>(kStagedElements));
+    const StatePlanes staged = state_planes(static_cast<int64_t>(elements),
+                                            home.planes.compute_dtype, home.planes.moment_dtype);
+    staging_.resize(std::max(staging_.size(), staged.bytes()));
+    use(staged, state_address(staged, staging_.data()), first, elements);
+  }
 }
 
 void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> values) {
   const Home& home = this->home(param);
+  check_range(home.planes, offset, values.size());
   if (home.tier == Tier::kHost) {
     read_plane(home.planes, home.address, plane, offset, values);
-    return;
-  }
-  check_range(home.planes, offset, values.size());
-  Queue& queue = backend_.queue(QueueKind::kOffload);
-  while (!values.empty()) {
-    const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
-    const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
-                                            home.planes.moment_dtype);
-    staging_.resize(std::max(staging_.size(), staged.bytes));
-    const std::vector<PlanePart> from = plane_parts(home.planes, plane);
-    const std::vector<PlanePart> to = plane_parts(staged, plane);
-    for (size_t part = 0; part < to.size(); ++part) {
-      const size_t element = to[part].element_bytes;
-      queue.offload(staging_.data() + to[part].offset,
-                    home.address + from[part].offset + static_cast<size_t>(offset) * element,
-                    count * element);
+  } else if (home.tier == Tier::kNvme) {
+    while (!values.empty()) {
+      const ChunkPart part = load_chunk(param, offset, values.size());
+      read_plane(part.planes, part.address, plane, part.offset, values.first(part.count));
+      values = values.subspan(part.count);
+      offset += static_cast<int64_t>(part.count);
     }
-    queue.synchronize();
-    read_plane(staged, staging_.data(), plane, 0, values.first(count));
-    values = values.subspan(count);
-    offset += static_cast<int64_t>(count);
+  } else {
+    Queue& queue = backend_.queue(QueueKind::kOffload);
+    const std::vector<PlanePart> from = plane_parts(home.planes, home.address, plane);
+    for_staged(
+        home, values.size(),
+        [&](const StatePlanes& staged, const StateAddress& address, size_t first, size_t count) {
+          const std::vector<PlanePart> to = plane_parts(staged, address, plane);
+          for (size_t part = 0; part < to.size(); ++part) {
+            const size_t element = to[part].element_bytes;
+            queue.offload(to[part].address,
+                          from[part].address + (static_cast<size_t>(offset) + first) * element,
+                          count * element);
+          }
+          queue.synchronize();
+          read_plane(staged, address, plane, 0, values.subspan(first, count));
+        });
   }
 }
 
 void StateStore::write(int param, Plane plane, int64_t offset, std::span<const float> values) {
   const Home& home = this->home(param);
+  check_range(home.planes, offset, values.size());
   if (home.tier == Tier::kHost) {
     write_plane(home.planes, home.address, plane, offset, values);
-    return;
-  }
-  check_range(home.planes, offset, values.size());
-  Queue& queue = backend_.queue(QueueKind::kUpload);
-  while (!values.empty()) {
-    const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
-    const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
-                                            home.planes.moment_dtype);
-    staging_.resize(std::max(staging_.size(), staged.bytes));
-    write_plane(staged, staging_.data(), plane, 0, values.first(count));
-    const std::vector<PlanePart> from = plane_parts(staged, plane);
-    const std::vector<PlanePart> to = plane_parts(home.planes, plane);
-    for (size_t part = 0; part < to.size(); ++part) {
-      const size_t element = to[part].element_bytes;
-      queue.upload(home.address + to[part].offset + static_cast<size_t>(offset) * element,
-                   staging_.data() + from[part].offset, count * element);
+  } else if (home.tier == Tier::kNvme) {
+    while (!values.empty()) {
+      const ChunkPart part = load_chunk(param, offset, values.size());
+      write_plane(part.planes, part.address, plane, part.offset, values.first(part.count));
+      loaded_.is_dirty = true;
+      values = values.subspan(part.count);
+      offset += static_cast<int64_t>(part.count);
     }
-    queue.synchronize();
-    values = values.subspan(count);
-    offset += static_cast<int64_t>(count);
+  } else {
+    Queue& queue = backend_.queue(QueueKind::kUpload);
+    const std::vector<PlanePart> to = plane_parts(home.planes, home.address, plane);
+    for_staged(
+        home, values.size(),
+        [&](const StatePlanes& staged, const StateAddress& address, size_t first, size_t count) {
+          write_plane(staged, address, plane, 0, values.subspan(first, count));
+          const std::vector<PlanePart> from = plane_parts(staged, address, plane);
+          for (size_t part = 0; part < to.size(); ++part) {
+            const size_t element = to[part].element_bytes;
+            queue.upload(to[part].address + (static_cast<size_t>(offset) + first) * element,
+                         from[part].address, count * element);
+          }
+          queue.synchronize();
+        });
   }
 }
 
 void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byte> out) {
   const Home& home = this->home(param);
-  if (home.tier == Tier::kHost) {
-    orlop::read_compute_copy(home.planes, home.address, offset, out);
-    return;
-  }
   const size_t element = dtype_bytes(home.planes.compute_dtype);
   check_range(home.planes, offset, out.size() / element);
-  Queue& queue = backend_.queue(QueueKind::kOffload);
-  queue.offload(out.data(), home.address + static_cast<size_t>(offset) * element, out.size());
-  queue.synchronize();
+  if (home.tier == Tier::kDevice) {
+    Queue& queue = backend_.queue(QueueKind::kOffload);
+    queue.offload(out.data(), home.address.copy + static_cast<size_t>(offset) * element,
+                  out.size());
+    queue.synchronize();
+    return;
+  }
+  if (home.address.copy != nullptr) {
+    std::memcpy(out.data(), home.address.copy + static_cast<size_t>(offset) * element, out.size());
+    return;
+  }
+  while (!out.empty()) {
+    const ChunkPart part = load_chunk(param, offset, out.size() / element);
+    const size_t bytes = part.count * element;
+    std::memcpy(out.data(), part.address.copy + static_cast<size_t>(part.offset) * element, bytes);
+    out = out.subspan(bytes);
+    offset += static_cast<int64_t>(part.count);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
+// Chunks on drives
+
+// Brings the chunk of element `offset` into the slot, and tells where it is; `most` elements are
+// wanted.
+StateStore::ChunkPart StateStore::load_chunk(int param, int64_t offset, size_t most) {
+  const std::vector<StateChunk>& chunks = swap_->chunks(param);
+  const StateChunk& chunk =
+      chunks[static_cast<size_t>(offset / std::max(chunks.front().numel, int64_t{1}))];
+  const Loaded wanted{param, chunk.index, swap_->versions()[static_cast<size_t>(param)], false};
+  if (loaded_.param != param || loaded_.chunk != chunk.index || loaded_.version != wanted.version) {
+    write_back();
+    loaded_ = {};
+    if (home(param).is_blank[static_cast<size_t>(chunk.index)]) {
+      for (const SwapPiece& piece : swap_->chunk_pieces(param, chunk, slot_)) {
+        std::memset(piece.memory.data(), 0, piece.memory.size());
+      }
+    } else {
+      move_chunk(wanted, false);
+    }
+    loaded_ = wanted;
+  }
+  ChunkPart part;
+  part.planes = swap_->planes(chunk);
+  part.address = swap_->address(param, chunk, slot_, home(param).address.copy);
+  part.offset = offset - chunk.begin;
+  part.count = std::min(most, static_cast<size_t>(chunk.numel - part.offset));
+  return part;
+}
+
+void StateStore::write_back() {
+  if (!loaded_.is_dirty) return;
+  move_chunk(loaded_, true);
+  loaded_.is_dirty = false;
+  homes_[static_cast<size_t>(loaded_.param)].is_blank[static_cast<size_t>(loaded_.chunk)] = false;
+}
+
+void StateStore::move_chunk(const Loaded& chunk, bool writes) {
+  std::vector<Completion<>> transfers;
+  const StateChunk& range = swap_->chunks(chunk.param)[static_cast<size_t>(chunk.chunk)];
+  for (const SwapPiece& piece : swap_->chunk_pieces(chunk.param, range, slot_)) {
+    Completion<> moved;
+    const auto done = [moved](const std::exception_ptr& error) mutable {
+      error ? moved.set_error(error) : moved.set_value();
+    };
+    const nvme::SwapRequest request{piece.key, chunk.version, 0};
+    if (writes) {
+      swap_->swapper().swap_out(request, piece.memory, done);
+    } else {
+      swap_->swapper().swap_in(request, piece.memory, done);
+    }
+    transfers.push_back(moved);
+  }
+  std::exception_ptr error;
+  for (const Completion<>& transfer : transfers) {
+    const std::exception_ptr failure = transfer.wait_error();
+    if (!error) error = failure;
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void StateStore::flush() {
+  write_back();
+  for (size_t param = 0; param < homes_.size(); ++param) {
+    const std::vector<bool>& is_blank = homes_[param].is_blank;
+    for (size_t chunk = 0; chunk < is_blank.size(); ++chunk) {
+      if (!is_blank[chunk]) continue;
+      load_chunk(static_cast<int>(param), swap_->chunks(static_cast<int>(param))[chunk].begin, 0);
+      loaded_.is_dirty = true;
+      write_back();
+    }
+  }
 }
 
 }  // namespace orlop

@@ -37,6 +37,8 @@ std::string HardwareProfile::to_json() const {
                          {"offload_bytes_per_s", offload_bytes_per_s},
                          {"device_bytes_per_s", device_bytes_per_s},
                          {"host_bytes_per_s", host_bytes_per_s},
+                         {"nvme_read_bytes_per_s", nvme_read_bytes_per_s},
+                         {"nvme_write_bytes_per_s", nvme_write_bytes_per_s},
                          {"launch_seconds", launch_seconds}};
   return document.dump(2);
 }
@@ -71,6 +73,10 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
       check(found > 0, ErrorCode::kInvalidData, "{} is {}", key, found);
       value = found;
     };
+    if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
+      read("nvme_read_bytes_per_s", profile.nvme_read_bytes_per_s);
+      read("nvme_write_bytes_per_s", profile.nvme_write_bytes_per_s);
+    }
     read("matmul_flop_per_s", profile.matmul_flop_per_s);
     read("upload_bytes_per_s", profile.upload_bytes_per_s);
     read("offload_bytes_per_s", profile.offload_bytes_per_s);

@@ -10,47 +10,62 @@
 
 namespace orlop {
 
-// Offsets, in bytes, of the planes inside one FlatParam's state buffer. The compute copy comes
-// first, so that it is uploaded from, or is, the start of the buffer:
-//   bf16  hi (2 B), lo (2 B), exp_avg, exp_avg_sq      master bits = (hi << 16) + int16(lo)
-//   fp16  copy (2 B), master (4 B), exp_avg, exp_avg_sq
-//   fp32  master (4 B), exp_avg, exp_avg_sq
+// How the states of a run of elements lie in memory: the compute copy, and the rest side by side.
+// Offsets in bytes, of every plane from the start of its part:
+//   bf16  hi (2 B) | lo (2 B), exp_avg, exp_avg_sq      master bits = (hi << 16) + int16(lo)
+//   fp16  copy (2 B) | master (4 B), exp_avg, exp_avg_sq
+//   fp32  master (4 B) | exp_avg, exp_avg_sq
 struct StatePlanes {
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
   int64_t numel = 0;
-  size_t lo = 0;
-  size_t master = 0;
+  size_t copy_bytes = 0;
+  size_t master = 0;  // of the rest: lo, or the fp16 layout's master
   size_t exp_avg = 0;
   size_t exp_avg_sq = 0;
-  size_t bytes = 0;
+  size_t rest_bytes = 0;
+
+  size_t bytes() const { return copy_bytes + rest_bytes; }
 };
 
 StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype);
+
+// Where the two parts lie. In a state buffer the rest follows the compute copy without a gap, so
+// that the copy is uploaded from, or is, the start of the buffer; on the way to and from a drive
+// they may lie apart.
+struct StateAddress {
+  std::byte* copy = nullptr;
+  std::byte* rest = nullptr;
+};
+
+inline StateAddress state_address(const StatePlanes& planes, std::byte* buffer) {
+  return {buffer, buffer + planes.copy_bytes};
+}
 
 // Throws Error(kInternal) when [offset, offset + count) leaves the FlatParam.
 void check_range(const StatePlanes& planes, int64_t offset, size_t count);
 
 enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 
-// Elements [offset, offset + values.size()) of one plane of the state buffer `base`, as fp32.
-void read_plane(const StatePlanes& planes, const std::byte* base, Plane plane, int64_t offset,
+// Elements [offset, offset + values.size()) of one plane, as fp32.
+void read_plane(const StatePlanes& planes, const StateAddress& base, Plane plane, int64_t offset,
                 std::span<float> values);
 
 // The reverse. Writing the master also writes the compute copy (bf16: hi plane rounds half up,
 // fp16: nearest even). Writing a moment that is kept in bf16 rounds to nearest even; values that
 // came from such a moment survive exactly.
-void write_plane(const StatePlanes& planes, std::byte* base, Plane plane, int64_t offset,
+void write_plane(const StatePlanes& planes, const StateAddress& base, Plane plane, int64_t offset,
                  std::span<const float> values);
 
-// The arrays of a state buffer that a plane consists of: where each starts, and bytes per element.
+// The arrays that a plane consists of: where element 0 of each lies, and bytes per element. Of the
+// master: also the compute copy, which is written with it.
 struct PlanePart {
-  size_t offset = 0;
+  std::byte* address = nullptr;
   size_t element_bytes = 0;
 };
 
-// Master: also the compute copy, which is written with it.
-std::vector<PlanePart> plane_parts(const StatePlanes& planes, Plane plane);
+std::vector<PlanePart> plane_parts(const StatePlanes& planes, const StateAddress& base,
+                                   Plane plane);
 
 // A run of elements of a FlatParam with one weight-decay setting.
 struct DecayRun {
@@ -66,9 +81,5 @@ std::vector<DecayRun> decay_runs(const FlatParamLayout& layout);
 constexpr uint64_t param_seed(uint64_t seed, int param) {
   return seed + static_cast<uint64_t>(param + 1) * 0x9e3779b97f4a7c15u;
 }
-
-// Copies elements of the compute copy, in the compute dtype: what the device computes with.
-void read_compute_copy(const StatePlanes& planes, const std::byte* base, int64_t offset,
-                       std::span<std::byte> out);
 
 }  // namespace orlop

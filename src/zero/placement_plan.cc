@@ -15,6 +15,15 @@ namespace {
 
 constexpr int kMaxPrefetch = 8;
 constexpr int kUsualPrefetch = 2;
+constexpr int kMaxSwapAhead = 4;
+
+// Chunks are so large that a drive reads one at its full speed, and so many at most that plans stay
+// small; the smaller ones are for budgets that have no room for slots of that size.
+constexpr int64_t kUsualChunk = int64_t{1} << 20;  // elements
+constexpr int64_t kMostChunks = 512;
+constexpr int kUsualSlots = 4;
+constexpr int kLeastSlots = 2;
+constexpr int64_t kLeastChunk = int64_t{1} << 16;
 
 // FlatParams in the order in which they become resident: transformer layers from the last to the
 // first, then the head's and the embedding's.
@@ -43,6 +52,12 @@ void check_wanted(const PlanInput& input, const PlacementConfig& wanted) {
   in_range(wanted.resident_blocks, 0, params, "resident_blocks");
   in_range(wanted.device_optimizer_blocks, 0, params, "device_optimizer_blocks");
   in_range(wanted.wave, 1, input.micro_batches, "wave");
+  in_range(wanted.nvme_optimizer_blocks, 0, params, "nvme_optimizer_blocks");
+  in_range(wanted.nvme_param_blocks, 0, wanted.nvme_optimizer_blocks.value_or(params),
+           "nvme_param_blocks");
+  const int64_t chunk = wanted.swap_chunk.value_or(kChunkGranule);
+  check(chunk > 0 && chunk % kChunkGranule == 0, ErrorCode::kUsage,
+        "placement.swap_chunk is {} elements; it must be a multiple of {}", chunk, kChunkGranule);
 }
 
 class Planner {
@@ -54,17 +69,21 @@ class Planner {
         wanted_(wanted),
         profile_(profile),
         residency_(residency_order(input.layout)),
-        params_(static_cast<int>(input.layout.flat_params.size())) {}
+        params_(static_cast<int>(input.layout.flat_params.size())),
+        most_on_device_(
+            params_ - wanted.nvme_optimizer_blocks.value_or(wanted.nvme_param_blocks.value_or(0))) {
+  }
 
   PlannedStep run() {
     std::optional<PlacementPlan> best;
     double best_seconds = 0;
     for (const PlacementPlan& start : starts()) {
       PlacementPlan base = start;
-      if (!fits(base) && !make_room_on_host(base)) continue;
+      if (!fits(base) && !make_room_on_host(base) && !make_room_with_drives(base)) continue;
       if (!wanted_.prefetch_depth) {
         grow(base, 1, kUsualPrefetch, [](PlacementPlan& p, int n) { p.prefetch_depth = n; });
       }
+      if (base.uses_nvme()) spend_on_swapping(base);
       for (const bool weights_first : {true, false}) {
         const PlacementPlan candidate = spend(base, weights_first);
         const double time = seconds(candidate);
@@ -97,7 +116,8 @@ class Planner {
   bool fits(const PlacementPlan& placement) const {
     const PlannedStep planned = build(placement);
     return device_need(planned) <= budgets_.device_bytes &&
-           host_need(planned) <= budgets_.host_bytes;
+           host_need(planned) <= budgets_.host_bytes &&
+           planned.train.nvme_bytes <= budgets_.nvme_bytes;
   }
 
   double seconds(const PlacementPlan& placement) const {
@@ -129,7 +149,7 @@ class Planner {
   // Moves the fewest optimizer shards to the device that let the rest fit into host memory.
   bool make_room_on_host(PlacementPlan& placement) const {
     if (wanted_.device_optimizer_blocks || input_.device_is_host) return false;
-    for (int count = 1; count <= params_; ++count) {
+    for (int count = 1; count <= most_on_device_; ++count) {
       PlacementPlan candidate = placement;
       set_device_optimizer(candidate, count);
       if (!fits(candidate)) continue;
@@ -139,22 +159,90 @@ class Planner {
     return false;
   }
 
+  // Moves the fewest states to the drives that let the rest fit into host memory; on the device
+  // goes what has room there, as it is needed nowhere else then.
+  bool make_room_with_drives(PlacementPlan& placement) const {
+    if (budgets_.nvme_bytes == 0) return false;
+    PlacementPlan base = placement;
+    if (!wanted_.device_optimizer_blocks && !input_.device_is_host) {
+      for (int count = 1; count <= most_on_device_; ++count) {
+        PlacementPlan candidate = base;
+        set_device_optimizer(candidate, count);
+        if (device_need(build(candidate)) > budgets_.device_bytes) break;
+        placement = candidate;
+      }
+    }
+    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
+    for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
+      PlacementPlan candidate = placement;
+      if (chunk > 0 && !wanted_.swap_chunk) candidate.chunk_numel = chunk;
+      if (chunk > 0) candidate.swap_slots = kLeastSlots;
+      const bool found = (!wanted_.nvme_optimizer_blocks &&
+                          least_that_fits(candidate, params_, set_nvme_optimizer)) ||
+                         (!wanted_.nvme_param_blocks &&
+                          least_that_fits(candidate, states, [&](PlacementPlan& p, int n) {
+                            set_nvme_optimizer(p, states);
+                            set_nvme_params(p, n);
+                          }));
+      if (!found) continue;
+      placement = candidate;
+      return true;
+    }
+    placement = base;
+    return false;
+  }
+
+  // Applies `set(placement, n)` with the smallest n in [1, high] that fits.
+  bool least_that_fits(PlacementPlan& placement, int high,
+                       const std::function<void(PlacementPlan&, int)>& set) const {
+    const auto with = [&](int count) {
+      PlacementPlan candidate = placement;
+      set(candidate, count);
+      return candidate;
+    };
+    if (high < 1 || !fits(with(high))) return false;
+    int low = 1;
+    while (low < high) {
+      const int middle = low + (high - low) / 2;
+      if (fits(with(middle))) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    placement = with(high);
+    return true;
+  }
+
+  // Spends host memory on compute copies that leave the drives earlier.
+  void spend_on_swapping(PlacementPlan& placement) const {
+    const bool swaps_copies =
+        std::any_of(placement.params.begin(), placement.params.end(),
+                    [](const ParamPlacement& home) { return home.copy == Tier::kNvme; });
+    if (!swaps_copies) return;
+    grow(placement, 1, kMaxSwapAhead, [](PlacementPlan& p, int n) { p.swap_ahead = n; });
+  }
+
   // Throws with the needs of the start that is short by the least.
   [[noreturn]] void refuse() const {
     size_t least = SIZE_MAX;
     size_t device = 0;
     size_t host = 0;
+    size_t nvme = 0;
     const auto shortage = [](size_t need, size_t budget) {
       return need > budget ? need - budget : 0;
     };
-    for (const PlacementPlan& start : starts()) {
+    for (PlacementPlan start : starts()) {
+      if (budgets_.nvme_bytes > 0) swap_all_that_may(start);
       const PlannedStep planned = build(start);
       const size_t total = shortage(device_need(planned), budgets_.device_bytes) +
-                           shortage(host_need(planned), budgets_.host_bytes);
+                           shortage(host_need(planned), budgets_.host_bytes) +
+                           shortage(planned.train.nvme_bytes, budgets_.nvme_bytes);
       if (total >= least) continue;
       least = total;
       device = device_need(planned);
       host = host_need(planned);
+      nvme = planned.train.nvme_bytes;
     }
     std::string text = "the training step does not fit:";
     const auto line = [&](const char* tier, size_t need, size_t budget, const char* remedy) {
@@ -166,8 +254,21 @@ class Planner {
     line("device", device, budgets_.device_bytes,
          "raise the device budget to that, or shorten the micro-batch or the sequence");
     line("host", host, budgets_.host_bytes,
-         "raise the host budget to that, keep optimizer shards on the device, or use bf16 moments");
+         budgets_.nvme_bytes > 0
+             ? "raise the host budget to that, or use bf16 moments"
+             : "raise the host budget to that, give directories on drives with --nvme, keep "
+               "optimizer shards on the device, or use bf16 moments");
+    line("nvme", nvme, budgets_.nvme_bytes,
+         "raise limits.nvme to that, free space, or add a directory with --nvme");
     throw Error(ErrorCode::kDoesNotFit, text);
+  }
+
+  void swap_all_that_may(PlacementPlan& placement) const {
+    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
+    set_nvme_optimizer(placement, states);
+    set_nvme_params(placement, wanted_.nvme_param_blocks.value_or(states));
+    placement.swap_slots = kLeastSlots;
+    if (!wanted_.swap_chunk) placement.chunk_numel = kLeastChunk;
   }
 
   // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if
@@ -196,7 +297,8 @@ class Planner {
     };
     const auto shards = [&] {
       if (wanted_.device_optimizer_blocks || input_.device_is_host) return;
-      grow(placement, 1, params_, [](PlacementPlan& p, int n) { set_device_optimizer(p, n); });
+      grow(placement, 1, most_on_device_,
+           [](PlacementPlan& p, int n) { set_device_optimizer(p, n); });
     };
     if (weights_first) weights();
     shards();
@@ -218,6 +320,24 @@ class Planner {
     }
   }
 
+  // The last FlatParams in order of use, those that are not updated on the device: the next forward
+  // waits for their updates last.
+  static void set_nvme_optimizer(PlacementPlan& placement, int count) {
+    for (size_t i = placement.params.size() - static_cast<size_t>(count);
+         i < placement.params.size(); ++i) {
+      ParamPlacement& home = placement.params[i];
+      if (home.optimizer == Tier::kHost) home.optimizer = Tier::kNvme;
+    }
+  }
+
+  static void set_nvme_params(PlacementPlan& placement, int count) {
+    for (size_t i = placement.params.size() - static_cast<size_t>(count);
+         i < placement.params.size(); ++i) {
+      ParamPlacement& home = placement.params[i];
+      if (home.optimizer == Tier::kNvme) home.copy = Tier::kNvme;
+    }
+  }
+
  private:
   const PlanInput& input_;
   const Budgets& budgets_;
@@ -225,6 +345,7 @@ class Planner {
   const HardwareProfile& profile_;
   std::vector<int> residency_;
   int params_;
+  int most_on_device_;  // FlatParams that may be updated there
 };
 
 }  // namespace
@@ -239,6 +360,13 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   Planner::set_resident(placement, residency_order(input.layout),
                         wanted.resident_blocks.value_or(0));
   Planner::set_device_optimizer(placement, wanted.device_optimizer_blocks.value_or(0));
+  const int64_t fair_chunk = ceil_div(input.layout.numel(), kMostChunks * kChunkGranule);
+  placement.chunk_numel =
+      wanted.swap_chunk.value_or(std::max(kUsualChunk, fair_chunk * kChunkGranule));
+  placement.swap_slots = kUsualSlots;
+  const int params_on_nvme = wanted.nvme_param_blocks.value_or(0);
+  Planner::set_nvme_optimizer(placement, wanted.nvme_optimizer_blocks.value_or(params_on_nvme));
+  Planner::set_nvme_params(placement, params_on_nvme);
   return placement;
 }
 

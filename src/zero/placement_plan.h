@@ -12,6 +12,7 @@ namespace orlop {
 struct Budgets {
   size_t device_bytes = 0;
   size_t host_bytes = 0;
+  size_t nvme_bytes = 0;
 };
 
 // A placement with the training step that proves it fits.
@@ -25,8 +26,10 @@ struct PlannedStep {
 // inputs it starts from the least that can run, then spends what is left on prefetching, resident
 // weights (the last blocks first: they are needed again at the turn of the pass) and optimizer
 // shards on the device (accelerators only; the first blocks first: the next forward waits for
-// them), in both orders; the fastest in simulation is taken. What `wanted` states is taken as it
-// is. Throws Error(kDoesNotFit) with need, budget and shortage per tier.
+// them), in both orders; the fastest in simulation is taken. Where host memory does not suffice and
+// there are drives, states go there: optimizer states of the last blocks first, compute copies
+// last. What `wanted` states is taken as it is. Throws Error(kDoesNotFit) with need, budget and
+// shortage per tier.
 PlannedStep make_placement(const PlanInput& input, const Budgets& budgets,
                            const PlacementConfig& wanted, const HardwareProfile& profile);
 

@@ -27,7 +27,7 @@ class Checker {
   void check_buffers() const {
     for (size_t i = 0; i < plan_.buffers.size(); ++i) {
       const PlanBuffer& buffer = plan_.buffers[i];
-      check(buffer.offset % kDeviceAlignment == 0 &&
+      check(buffer.offset % buffer.alignment == 0 &&
                 buffer.offset + buffer.bytes <= plan_.arena_bytes(buffer.tier),
             ErrorCode::kInternal, "plan_check: buffer {} at {} + {} leaves its arena of {} bytes",
             i, buffer.offset, buffer.bytes, plan_.arena_bytes(buffer.tier));
@@ -41,11 +41,13 @@ class Checker {
 
   void check_order() const {
     std::vector<Clock> clocks;
-    Clock last_of_lane{-1, -1, -1, -1};
+    Clock last_of_lane;
+    last_of_lane.fill(-1);
     std::vector<Touch> touches;
     for (size_t i = 0; i < plan_.ops.size(); ++i) {
       const PlanOp& op = plan_.ops[i];
-      Clock clock{-1, -1, -1, -1};
+      Clock clock;
+      clock.fill(-1);
       const auto join = [&](int earlier) {
         if (earlier < 0) return;
         const Clock& known = clocks[static_cast<size_t>(earlier)];
@@ -76,6 +78,7 @@ class Checker {
     std::map<std::pair<int, int>, int> backward;
     std::vector<int> rounded(placement_.params.size(), 0);
     std::vector<int> updated(placement_.params.size(), 0);
+    ChunkCheck chunks;
     bool norm_known = false;
     int micro_batches = 0;
     for (const PlanOp& op : plan_.ops) {
@@ -84,8 +87,13 @@ class Checker {
       if (op.kind == OpKind::kBackward) ++backward[{op.block, op.micro_batch}];
       if (op.kind == OpKind::kRoundGrad) ++rounded[static_cast<size_t>(op.param)];
       if (op.kind == OpKind::kFinishNorm) norm_known = true;
+      if (op.kind == OpKind::kUploadParam || op.kind == OpKind::kSwapInParam) check_copies(op);
+      if (is_host_update(op.kind) && op.chunk.index >= 0) check_chunk(op, chunks);
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
-        ++updated[static_cast<size_t>(op.param)];
+        // Chunk by chunk, it counts when the last one is done.
+        const bool whole = op.chunk.index < 0;
+        const bool last = op.chunk.begin + op.chunk.numel == input_.numel(op.param);
+        if (whole || last) ++updated[static_cast<size_t>(op.param)];
         check(norm_known, ErrorCode::kInternal,
               "plan_check: FlatParam {} is updated before the norm", op.param);
       }
@@ -109,6 +117,52 @@ class Checker {
   }
 
  private:
+  // How far the chunk that is under way in each slot has come, and where the next one of each
+  // FlatParam begins.
+  struct ChunkCheck {
+    std::map<int, std::pair<OpKind, std::pair<int, int>>> slots;  // buffer -> last, (param, chunk)
+    std::map<int, int64_t> updated;                               // param -> elements
+  };
+
+  // Every chunk comes in, is updated and goes out in one slot, in the order of its elements.
+  void check_chunk(const PlanOp& op, ChunkCheck& state) const {
+    int slot = -1;
+    for (const BufferUse& use : op.uses) {
+      if (plan_.buffer(use).kind == BufferKind::kSwapSlot) slot = use.buffer;
+    }
+    const std::pair<int, int> chunk{op.param, op.chunk.index};
+    const auto found = state.slots.find(slot);
+    bool ok = slot >= 0 && plan_.buffers[static_cast<size_t>(slot)].bytes >= op.swap_bytes;
+    if (op.kind == OpKind::kSwapInStates) {
+      ok = ok && (found == state.slots.end() || found->second.first == OpKind::kSwapOutStates);
+    } else {
+      const OpKind before =
+          op.kind == OpKind::kHostAdam ? OpKind::kSwapInStates : OpKind::kHostAdam;
+      ok = ok && found != state.slots.end() && found->second == std::pair(before, chunk);
+    }
+    if (op.kind == OpKind::kHostAdam) {
+      int64_t& next = state.updated[op.param];
+      ok = ok && op.chunk.begin == next;
+      next += op.chunk.numel;
+    }
+    check(ok, ErrorCode::kInternal,
+          "plan_check: {} of chunk {} of FlatParam {} in slot {} is out of turn", op_name(op.kind),
+          op.chunk.index, op.param, slot);
+    state.slots[slot] = {op.kind, chunk};
+  }
+
+  // What is uploaded, or comes up from a drive, is this FlatParam's, from where it is at home.
+  void check_copies(const PlanOp& op) const {
+    for (const BufferUse& use : op.uses) {
+      const PlanBuffer& buffer = plan_.buffer(use);
+      const bool from_nvme = placement_.params[static_cast<size_t>(op.param)].copy == Tier::kNvme;
+      const bool at_home = buffer.tier == Tier::kDevice || buffer.persistent != from_nvme;
+      check(buffer.param == op.param && at_home, ErrorCode::kInternal,
+            "plan_check: {} of FlatParam {} uses a buffer of FlatParam {}", op_name(op.kind),
+            op.param, buffer.param);
+    }
+  }
+
   static bool bytes_meet(const PlanBuffer& a, const PlanBuffer& b) {
     return a.tier == b.tier && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes;
   }
@@ -118,7 +172,8 @@ class Checker {
     const PlanBuffer& buffer = plan_.buffer(use);
     check(op_index >= buffer.first_op && op_index <= buffer.last_op, ErrorCode::kInternal,
           "plan_check: operation {} uses buffer {} outside its lifetime", op_index, use.buffer);
-    bool written = buffer.persistent || buffer.tier == Tier::kHost || use.write;
+    const bool is_staging = buffer.tier == Tier::kHost && buffer.kind == BufferKind::kBatch;
+    bool written = buffer.persistent || is_staging || use.write;
     for (const Touch& touch : touches) {
       if (touch.buffer == use.buffer && touch.write) written = true;
       if (!(use.write || touch.write || touch.buffer != use.buffer)) continue;

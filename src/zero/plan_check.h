@@ -14,7 +14,7 @@ namespace orlop {
 //   were
 //     brought to the device in this step or live there;
 //   - in training every FlatParam's gradient is rounded once and updated once, after the norm is
-//   known.
+//   known; states on drives chunk by chunk, each swapped in, updated and swapped out in one slot.
 void plan_check(const PlanInput& input, const PlacementPlan& placement, const StepPlan& plan,
                 bool training);
 

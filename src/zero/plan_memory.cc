@@ -22,22 +22,26 @@ struct Extent {
   size_t end;
 };
 
-// The lowest offset from `base` on at which `bytes` fit between the taken extents.
-size_t lowest_gap(std::vector<Extent>& taken, size_t base, size_t bytes) {
+// The lowest offset from `base` on at which `buffer` fits between the taken extents.
+size_t lowest_gap(std::vector<Extent>& taken, size_t base, const PlanBuffer& buffer) {
   std::sort(taken.begin(), taken.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  size_t offset = base;
+  size_t offset = align_up(base, buffer.alignment);
   for (const Extent& extent : taken) {
-    if (offset + bytes <= extent.begin) break;
-    offset = std::max(offset, align_up(extent.end, kDeviceAlignment));
+    if (offset + buffer.bytes <= extent.begin) break;
+    offset = std::max(offset, align_up(extent.end, buffer.alignment));
   }
   return offset;
 }
 
 // Latest operations, per lane, that read or wrote a buffer.
 struct LastUses {
-  std::array<int, kPlanLanes> any{-1, -1, -1, -1};
-  std::array<int, kPlanLanes> write{-1, -1, -1, -1};
+  LastUses() {
+    any.fill(-1);
+    write.fill(-1);
+  }
+  std::array<int, kPlanLanes> any;
+  std::array<int, kPlanLanes> write;
 };
 
 }  // namespace
@@ -54,8 +58,8 @@ size_t assign_tier(std::vector<PlanBuffer>& buffers, Tier tier) {
       transient.push_back(i);
       continue;
     }
-    buffers[i].offset = base;
-    base = align_up(base + buffers[i].bytes, kDeviceAlignment);
+    buffers[i].offset = align_up(base, buffers[i].alignment);
+    base = align_up(buffers[i].offset + buffers[i].bytes, kDeviceAlignment);
   }
   std::stable_sort(transient.begin(), transient.end(),
                    [&](size_t a, size_t b) { return buffers[a].bytes > buffers[b].bytes; });
@@ -70,7 +74,7 @@ size_t assign_tier(std::vector<PlanBuffer>& buffers, Tier tier) {
         taken.push_back({buffers[other].offset, buffers[other].offset + buffers[other].bytes});
       }
     }
-    buffer.offset = lowest_gap(taken, base, buffer.bytes);
+    buffer.offset = lowest_gap(taken, base, buffer);
     arena_bytes = std::max(arena_bytes, align_up(buffer.offset + buffer.bytes, kDeviceAlignment));
     placed.push_back(i);
   }
@@ -97,7 +101,8 @@ void derive_waits(StepPlan& plan) {
   std::vector<LastUses> last(plan.buffers.size());
   for (size_t index = 0; index < plan.ops.size(); ++index) {
     PlanOp& op = plan.ops[index];
-    std::array<int, kPlanLanes> needed{-1, -1, -1, -1};
+    std::array<int, kPlanLanes> needed;
+    needed.fill(-1);
     for (const BufferUse& use : op.uses) {
       const auto need = [&](const std::array<int, kPlanLanes>& uses) {
         for (size_t lane = 0; lane < needed.size(); ++lane) {

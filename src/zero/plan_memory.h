@@ -6,7 +6,7 @@ namespace orlop {
 
 // Gives every buffer its offset in the arena of its tier. Persistent buffers first, in order; then
 // the others, larger ones first, each at the lowest offset that is free for its whole lifetime. All
-// offsets are multiples of kDeviceAlignment.
+// offsets are multiples of the buffer's alignment.
 void assign_offsets(StepPlan& plan);
 
 // Derives PlanOp::waits and PlanOp::signals: an operation waits for earlier operations of other

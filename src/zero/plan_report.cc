@@ -14,7 +14,8 @@ const char* purpose(const PlanBuffer& buffer) {
   const bool host = buffer.tier == Tier::kHost;
   switch (buffer.kind) {
     case BufferKind::kParam:
-      return buffer.persistent ? "weights, resident" : "weights, in flight";
+      if (!buffer.persistent) return "weights, in flight";
+      return host ? "weights, their other states on drives" : "weights, resident";
     case BufferKind::kGrad:
       return host ? "gradients, parked between waves" : "gradients, fp32";
     case BufferKind::kRoundedGrad:
@@ -28,6 +29,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "block workspace";
     case BufferKind::kState:
       return "masters and moments";
+    case BufferKind::kSwapSlot:
+      return "states, between drive and update";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -76,12 +79,22 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
+  report.nvme_bytes = plan.nvme_bytes;
+  report.nvme_budget_bytes = budgets.nvme_bytes;
+  for (const PlanOp& op : plan.ops) {
+    (op.lane == PlanLaneKind::kSwapIn ? report.nvme_read_bytes : report.nvme_written_bytes) +=
+        op.swap_bytes;
+  }
+  report.checkpoint_bytes = static_cast<size_t>(input.layout.trainable_numel()) *
+                            (sizeof(float) + 2 * dtype_bytes(input.moment_dtype));
   const int params = static_cast<int>(planned.placement.params.size());
   for (int param = 0; param < params; ++param) {
     const ParamPlacement& home = planned.placement.params[static_cast<size_t>(param)];
     report.state_bytes += input.state_bytes(param);
     if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
     if (home.resident) ++report.resident_blocks;
+    if (home.optimizer == Tier::kNvme) ++report.nvme_optimizer_blocks;
+    if (home.copy == Tier::kNvme) ++report.nvme_param_blocks;
   }
   report.blocks = params;
   report.lines = tier_lines(plan, Tier::kDevice);
@@ -91,6 +104,9 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   }
   const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
   report.lines.insert(report.lines.end(), host.begin(), host.end());
+  if (plan.nvme_bytes > 0) {
+    report.lines.push_back({Tier::kNvme, "masters and moments", plan.nvme_bytes});
+  }
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
   report.activations_on_device = planned.placement.activations_on_device;
@@ -98,9 +114,11 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
   report.optimizer_seconds = time.optimizer_seconds;
-  const char* const names[kPlanLanes] = {"compute", "upload", "offload", "optimizer"};
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
-    report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
+    const auto kind = static_cast<PlanLaneKind>(lane);
+    const bool is_drive = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kSwapOut;
+    if (is_drive && plan.nvme_bytes == 0) continue;
+    report.lanes.push_back({lane_name(kind), time.busy_seconds[lane], time.stall_seconds[lane]});
   }
   report.time_is_measured = profile.is_measured;
   return report;
@@ -122,6 +140,13 @@ std::string PlanReport::to_text() const {
       "inputs on the {}\n",
       resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
+  if (nvme_bytes > 0) {
+    text += fmt::format(
+        "  nvme {} of {}: optimizer states of {}, weights of {} parameter groups; {} read and {} "
+        "written per step\n",
+        format_bytes(nvme_bytes), format_bytes(nvme_budget_bytes), nvme_optimizer_blocks,
+        nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes));
+  }
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
                         format_bytes(line.bytes));
@@ -149,6 +174,13 @@ std::string PlanReport::to_json() const {
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},
+                             {"nvme_bytes", nvme_bytes},
+                             {"nvme_budget_bytes", nvme_budget_bytes},
+                             {"nvme_read_bytes", nvme_read_bytes},
+                             {"nvme_written_bytes", nvme_written_bytes},
+                             {"checkpoint_bytes", checkpoint_bytes},
+                             {"nvme_optimizer_blocks", nvme_optimizer_blocks},
+                             {"nvme_param_blocks", nvme_param_blocks},
                              {"state_bytes", state_bytes},
                              {"blocks", blocks},
                              {"resident_blocks", resident_blocks},

@@ -5,6 +5,15 @@
 namespace orlop {
 namespace {
 
+// Per FlatParam: its compute copy comes up from a drive.
+std::vector<bool> copies_on_nvme(const PlanInput& input, const StepPlan& plan) {
+  std::vector<bool> found(input.layout.flat_params.size(), false);
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kSwapInParam) found[static_cast<size_t>(op.param)] = true;
+  }
+  return found;
+}
+
 size_t largest_use(const StepPlan& plan, const PlanOp& op, Tier tier) {
   size_t bytes = 0;
   for (const BufferUse& use : op.uses) {
@@ -13,46 +22,58 @@ size_t largest_use(const StepPlan& plan, const PlanOp& op, Tier tier) {
   return bytes;
 }
 
-// One pass over the plan that starts at `start`. `gates` holds when each FlatParam's update was
-// over and is replaced by this step's; returns when the step's work on the device was over.
+using Lanes = std::array<double, kPlanLanes>;  // when each is free
+
+constexpr size_t lane_index(PlanLaneKind lane) { return static_cast<size_t>(lane); }
+
+// What one step leaves to the next: when each FlatParam's update is over, and the host's lanes that
+// run it.
+struct UpdateState {
+  std::vector<double> gates;
+  Lanes lanes{};
+};
+
+// One pass over the plan that starts at `start`; returns when the step's work on the device was
+// over.
 double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile,
-            double start, std::vector<double>& gates, double& optimizer_free, Simulation& result) {
-  std::array<double, kPlanLanes> lane_free;
-  lane_free.fill(start);
-  lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)] = optimizer_free;
+            double start, UpdateState& update, Simulation& result) {
+  Lanes lanes;
+  lanes.fill(start);
   std::vector<double> end(plan.ops.size(), 0);
-  std::vector<double> new_gates = gates;
+  std::vector<double> new_gates = update.gates;
+  const std::vector<bool> on_nvme = copies_on_nvme(input, plan);
+  double norm_known = start;
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
-    const size_t lane = static_cast<size_t>(op.lane);
-    double ready = lane_free[lane];
+    const size_t lane = lane_index(op.lane);
+    const bool updates = is_host_update(op.kind);
+    double& lane_free = updates ? update.lanes[lane] : lanes[lane];
+    double ready = lane_free;
     for (const int wait : op.waits) {
       const double over = end[static_cast<size_t>(wait)];
       if (op.lane == PlanLaneKind::kCompute && over > ready) {
-        const size_t other = static_cast<size_t>(plan.ops[static_cast<size_t>(wait)].lane);
+        const size_t other = lane_index(plan.ops[static_cast<size_t>(wait)].lane);
         result.stall_seconds[other] += over - ready;
       }
       ready = std::max(ready, over);
     }
-    if (op.kind == OpKind::kUploadParam)
-      ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
+    if (op.kind == OpKind::kUploadParam || op.kind == OpKind::kSwapInParam)
+      ready = std::max(ready, update.gates[static_cast<size_t>(op.param)]);
+    if (updates) ready = std::max(ready, norm_known);
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;
-    lane_free[lane] = end[i];
-    if (op.kind == OpKind::kHostAdam) {
-      new_gates[static_cast<size_t>(op.param)] = end[i];
-      result.optimizer_seconds += seconds;
+    lane_free = end[i];
+    if (op.kind == OpKind::kOffloadScalars) norm_known = end[i];
+    if (op.kind == OpKind::kHostAdam) result.optimizer_seconds += seconds;
+    if (updates && op.kind != OpKind::kSwapInStates) {
+      // A compute copy on the drives must be back there; one in memory is there with the update.
+      const size_t param = static_cast<size_t>(op.param);
+      if (op.kind == OpKind::kHostAdam || on_nvme[param]) new_gates[param] = end[i];
     }
   }
-  gates = new_gates;
-  optimizer_free = lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)];
-  double over = start;
-  for (size_t lane = 0; lane < lane_free.size(); ++lane) {
-    if (lane != static_cast<size_t>(PlanLaneKind::kOptimizer))
-      over = std::max(over, lane_free[lane]);
-  }
-  return over;
+  update.gates = new_gates;
+  return *std::max_element(lanes.begin(), lanes.end());
 }
 
 }  // namespace
@@ -94,21 +115,32 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     case OpKind::kDeviceAdam:
       return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
                      profile.device_bytes_per_s);
-    case OpKind::kHostAdam:
-      return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
-                     profile.host_bytes_per_s);
+    case OpKind::kHostAdam: {
+      const double share = op.chunk.index < 0 ? 1.0
+                                              : static_cast<double>(op.chunk.numel) /
+                                                    static_cast<double>(input.numel(op.param));
+      const double bytes =
+          static_cast<double>(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param));
+      return launch + share * bytes / profile.host_bytes_per_s;
+    }
+    case OpKind::kSwapInParam:
+    case OpKind::kSwapInStates:
+      return seconds(op.swap_bytes, profile.nvme_read_bytes_per_s);
+    case OpKind::kSwapOutStates:
+      return seconds(op.swap_bytes, profile.nvme_write_bytes_per_s);
   }
   return 0;
 }
 
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile) {
-  std::vector<double> gates(input.layout.flat_params.size(), 0);
-  double optimizer_free = 0;
+  UpdateState update{std::vector<double>(input.layout.flat_params.size(), 0), {}};
   Simulation warm_up;
-  double start = walk(input, plan, profile, 0, gates, optimizer_free, warm_up);
+  const double start = walk(input, plan, profile, 0, update, warm_up);
   Simulation result;
-  const double over = walk(input, plan, profile, start, gates, optimizer_free, result);
-  result.step_seconds = over - start;
+  const double over = walk(input, plan, profile, start, update, result);
+  const double drives = result.busy_seconds[lane_index(PlanLaneKind::kSwapIn)] +
+                        result.busy_seconds[lane_index(PlanLaneKind::kSwapOut)];
+  result.step_seconds = std::max(over - start, drives);
   return result;
 }
 

@@ -11,13 +11,15 @@ namespace orlop {
 // update that the step before made.
 struct Simulation {
   double step_seconds = 0;       // from one step's first operation to the next one's
-  double optimizer_seconds = 0;  // host updates alone
+  double optimizer_seconds = 0;  // host updates alone, without their drives
   std::array<double, kPlanLanes> busy_seconds{};
   std::array<double, kPlanLanes> stall_seconds{};  // time compute waited for that lane
 };
 
 // Walks the plan on a model of the machine: lanes run their operations in order, each as soon as
-// its waits are over; durations come from bytes, FLOPs and the profile.
+// its waits are over; durations come from bytes, FLOPs and the profile. The update on the host has
+// lanes of its own beside the next step's; a drive reads and writes by turns, so no step is shorter
+// than all that its drives move.
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile);
 
 // Seconds of one operation alone.

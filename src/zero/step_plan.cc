@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/bytes.h"
 #include "base/check.h"
 
@@ -27,10 +29,55 @@ size_t PlanInput::grad_bytes(int param) const {
 
 size_t PlanInput::rounded_grad_bytes(int param) const { return param_bytes(param); }
 
-size_t PlanInput::state_bytes(int param) const {
-  const size_t numel = static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel);
+size_t PlanInput::state_bytes_per_element() const {
   const size_t master = compute_dtype == DType::kF16 ? 6 : 4;  // fp16: fp32 master and fp16 copy
-  return numel * (master + 2 * dtype_bytes(moment_dtype));
+  return master + 2 * dtype_bytes(moment_dtype);
+}
+
+size_t PlanInput::state_bytes(int param) const {
+  return static_cast<size_t>(numel(param)) * state_bytes_per_element();
+}
+
+bool PlacementPlan::uses_nvme() const {
+  return std::any_of(params.begin(), params.end(),
+                     [](const ParamPlacement& home) { return home.optimizer == Tier::kNvme; });
+}
+
+std::vector<StateChunk> PlacementPlan::chunks(int64_t numel) const {
+  std::vector<StateChunk> chunks;
+  int64_t begin = 0;
+  do {  // an empty FlatParam has one empty chunk
+    chunks.push_back(
+        {static_cast<int>(chunks.size()), begin, std::min(chunk_numel, numel - begin)});
+    begin += chunk_numel;
+  } while (begin < numel);
+  return chunks;
+}
+
+size_t chunk_copy_bytes(const PlanInput& input, const StateChunk& chunk) {
+  return align_up(static_cast<size_t>(chunk.numel) * dtype_bytes(input.compute_dtype),
+                  kDriveAlignment);
+}
+
+size_t chunk_rest_bytes(const PlanInput& input, const StateChunk& chunk) {
+  return align_up(static_cast<size_t>(chunk.numel) *
+                      (input.state_bytes_per_element() - dtype_bytes(input.compute_dtype)),
+                  kDriveAlignment);
+}
+
+bool is_host_update(OpKind kind) {
+  return kind == OpKind::kHostAdam || kind == OpKind::kSwapInStates ||
+         kind == OpKind::kSwapOutStates;
+}
+
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param) {
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
+      return &use;
+  }
+  return nullptr;
 }
 
 const char* op_name(OpKind kind) {
@@ -67,11 +114,15 @@ const char* op_name(OpKind kind) {
       return "device_adam";
     case OpKind::kHostAdam:
       return "host_adam";
+    case OpKind::kSwapInParam:
+      return "swap_in_param";
+    case OpKind::kSwapInStates:
+      return "swap_in_states";
+    case OpKind::kSwapOutStates:
+      return "swap_out_states";
   }
   return "?";
 }
-
-namespace {
 
 const char* lane_name(PlanLaneKind lane) {
   switch (lane) {
@@ -83,9 +134,15 @@ const char* lane_name(PlanLaneKind lane) {
       return "offload";
     case PlanLaneKind::kOptimizer:
       return "optimizer";
+    case PlanLaneKind::kSwapIn:
+      return "swap_in";
+    case PlanLaneKind::kSwapOut:
+      return "swap_out";
   }
   return "?";
 }
+
+namespace {
 
 const char* buffer_name(BufferKind kind) {
   switch (kind) {
@@ -115,6 +172,8 @@ const char* buffer_name(BufferKind kind) {
       return "norm_sums";
     case BufferKind::kScalars:
       return "scalars";
+    case BufferKind::kSwapSlot:
+      return "swap_slot";
   }
   return "?";
 }
@@ -124,6 +183,7 @@ const char* buffer_name(BufferKind kind) {
 std::string StepPlan::to_text(const PlanInput& input) const {
   std::string text =
       fmt::format("device {} B, host {} B, {} operations\n", device_bytes, host_bytes, ops.size());
+  if (nvme_bytes > 0) text += fmt::format("nvme {} B\n", nvme_bytes);
   for (size_t i = 0; i < ops.size(); ++i) {
     const PlanOp& op = ops[i];
     text += fmt::format("{:4} {:9} {}", i, lane_name(op.lane), op_name(op.kind));
@@ -134,6 +194,9 @@ std::string StepPlan::to_text(const PlanInput& input) const {
       text += fmt::format(" {}", input.layout.flat_params[static_cast<size_t>(op.param)].name);
     }
     if (op.micro_batch >= 0) text += fmt::format(" mb{}", op.micro_batch);
+    if (op.chunk.index >= 0) {
+      text += fmt::format(" [{}, {})", op.chunk.begin, op.chunk.begin + op.chunk.numel);
+    }
     for (const BufferUse& use : op.uses) {
       const PlanBuffer& b = buffer(use);
       text += fmt::format(" {}{}:{}@{}+{}",

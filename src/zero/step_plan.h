@@ -36,24 +36,51 @@ struct PlanInput {
   size_t grad_bytes(int param) const;          // fp32
   size_t rounded_grad_bytes(int param) const;  // what the optimizer reads
   size_t state_bytes(int param) const;         // masters and moments, compute copy included
+  size_t state_bytes_per_element() const;      // likewise
+  int64_t numel(int param) const { return layout.flat_params[static_cast<size_t>(param)].numel; }
 };
 
-// Where the states of one FlatParam live between steps.
+// Where the states of one FlatParam live between steps. What is on a drive is updated on the host,
+// chunk by chunk; the compute copy may stay in host memory then.
 struct ParamPlacement {
-  bool resident = false;         // the compute copy stays on the device
-  Tier optimizer = Tier::kHost;  // master and moments, and where their Adam runs
+  bool resident = false;         // the compute copy stays on the device, too
+  Tier optimizer = Tier::kHost;  // masters and moments
+  Tier copy = Tier::kHost;       // compute copy: kHost, or kNvme with the optimizer's states there
 };
+
+// A run of elements of one FlatParam whose states move to and from a drive together.
+struct StateChunk {
+  int index = -1;
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+// Chunks but the last of a FlatParam are multiples of this many elements, so that every plane of
+// theirs is a whole number of blocks of a drive.
+inline constexpr int64_t kChunkGranule = 4096;
+
+// Of memory that drives read and write, in bytes.
+inline constexpr size_t kDriveAlignment = 4096;
 
 // Home of every state, and the shape of the schedule.
 struct PlacementPlan {
   std::vector<ParamPlacement> params;
   int prefetch_depth = 1;
   bool activations_on_device = false;
-  int wave = 1;  // micro-batches that go through a block together
+  int wave = 1;                         // micro-batches that go through a block together
+  int64_t chunk_numel = kChunkGranule;  // elements of a StateChunk
+  int swap_slots = 4;                   // host buffers through which chunks pass
+  int swap_ahead = 0;                   // visits by which compute copies leave the drives earlier
+
+  bool uses_nvme() const;
+  std::vector<StateChunk> chunks(int64_t numel) const;
 };
 
-enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer };
-inline constexpr int kPlanLanes = 4;
+// Operations of one lane run, and end, in order.
+enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer, kSwapIn, kSwapOut };
+inline constexpr int kPlanLanes = 6;
+
+const char* lane_name(PlanLaneKind lane);
 
 enum class OpKind : uint8_t {
   kUploadBatch,   // micro_batch: index arrays
@@ -72,7 +99,10 @@ enum class OpKind : uint8_t {
   kFinishNorm,    // all square sums -> StepScalars
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
-  kHostAdam,        // param
+  kHostAdam,        // param, or one chunk of it
+  kSwapInParam,     // param: compute copy from the drives to pinned memory, after its gate
+  kSwapInStates,    // param, chunk: what lies on the drives, to a slot
+  kSwapOutStates,   // and back
 };
 
 enum class BufferKind : uint8_t {
@@ -89,6 +119,7 @@ enum class BufferKind : uint8_t {
   kRope,
   kNormSums,  // square sums and first non-finite index of every FlatParam
   kScalars,   // StepScalars and the loss scale
+  kSwapSlot,  // chunk under update: compute copy if it comes from a drive, then the other planes
 };
 
 // A piece of a tier's arena. Persistent buffers live as long as the engine and lie at the arena's
@@ -100,6 +131,7 @@ struct PlanBuffer {
   int block = -1;
   int micro_batch = -1;
   size_t bytes = 0;
+  size_t alignment = kDeviceAlignment;
   bool persistent = false;
   int first_op = -1;
   int last_op = -1;
@@ -117,6 +149,8 @@ struct PlanOp {
   int block = -1;
   int param = -1;
   int micro_batch = -1;
+  StateChunk chunk;
+  size_t swap_bytes = 0;  // to or from the drives
   std::vector<BufferUse> uses;
   std::vector<int>
       waits;  // earlier operations of other lanes that must have run; at most one per lane
@@ -133,8 +167,10 @@ struct StepPlan {
   int norm_sums = -1;
   int scalars = -1;
   int host_scalars = -1;
-  size_t device_bytes = 0;  // the device arena
-  size_t host_bytes = 0;    // the pinned host arena
+  std::vector<int> swap_slots;  // the last one belongs to whoever reads states between steps
+  size_t device_bytes = 0;      // the device arena
+  size_t host_bytes = 0;        // the pinned host arena
+  size_t nvme_bytes = 0;        // chunks on the drives
 
   size_t arena_bytes(Tier tier) const { return tier == Tier::kDevice ? device_bytes : host_bytes; }
   const PlanBuffer& buffer(const BufferUse& use) const {
@@ -148,12 +184,18 @@ struct StepPlan {
 // What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
 inline constexpr size_t kLossScaleOffset =
     kDeviceAlignment;  // fp32: loss scale over labelled tokens
-inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam
+// uint32 per FlatParam, then one that counts swap-ins
+inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;
 
 // What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
 constexpr size_t first_nonfinite_offset(size_t params) {
   return align_up(params * sizeof(double), kDeviceAlignment);
 }
+
+// The first use that `op` makes of a buffer of this kind, tier and, unless negative, FlatParam; or
+// null.
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param = -1);
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
 // one micro-batch. Persistent buffers and their offsets are the same for every number of
@@ -162,5 +204,13 @@ StepPlan make_train_plan(const PlanInput& input, const PlacementPlan& placement)
 StepPlan make_eval_plan(const PlanInput& input, const PlacementPlan& placement);
 
 const char* op_name(OpKind kind);
+
+// Part of the update on the host, which goes on beside the next step's walk.
+bool is_host_update(OpKind kind);
+
+// Bytes of a chunk on the drives: its states but the compute copy, and the compute copy; each is
+// one transfer, padded to kDriveAlignment.
+size_t chunk_rest_bytes(const PlanInput& input, const StateChunk& chunk);
+size_t chunk_copy_bytes(const PlanInput& input, const StateChunk& chunk);
 
 }  // namespace orlop

@@ -16,6 +16,19 @@ struct Visit {
   bool backward;
 };
 
+// One stay of a FlatParam on the device: brought up at the turn of one visit, needed until another.
+struct Fetch {
+  int param;
+  int first_visit;
+  int last_visit;
+  bool uploads;  // false: this step's version is there already
+};
+
+struct ChunkOfParam {
+  int param;
+  StateChunk chunk;
+};
+
 // Emits the operations of one step in issue order.
 class Builder {
  public:
@@ -47,12 +60,12 @@ class Builder {
  private:
   struct ParamState {
     int device_copy = -1;    // buffer that holds the compute copy now, or -1
-    int last_visit = -1;     // the visit after which it may go
+    int host_copy = -1;      // likewise in pinned memory: at home there, or come up from a drive
     bool uploaded = false;   // resident: this step's version is there
     int grad = -1;           // fp32 gradient on the device, or -1
     int parked = -1;         // fp32 gradient in pinned memory
     int resident_copy = -1;  // persistent buffers
-    int state = -1;
+    int state = -1;          // -1: on the drives
     int rounded = -1;  // where the rounded gradient waits: host, or device for a device update
   };
 
@@ -89,14 +102,24 @@ class Builder {
     sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()),
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
-    host_scalars_ = add_buffer(BufferKind::kScalars,
-                               kGatesOffset + params_.size() * sizeof(uint32_t), Tier::kHost, true);
+    host_scalars_ =
+        add_buffer(BufferKind::kScalars, kGatesOffset + (params_.size() + 1) * sizeof(uint32_t),
+                   Tier::kHost, true);
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
-      const Tier tier = home.optimizer;
-      state.state =
-          add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
+      const bool on_nvme = home.optimizer == Tier::kNvme;
+      const Tier tier = on_nvme ? Tier::kHost : home.optimizer;  // of gradients, always in memory
+      if (on_nvme) {
+        if (home.copy == Tier::kHost) {
+          state.host_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
+                                             Tier::kHost, true);
+        }
+      } else {
+        state.state =
+            add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
+        if (tier == Tier::kHost) state.host_copy = state.state;
+      }
       state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
                                        input_.rounded_grad_bytes(param), tier, true);
       if (tier == Tier::kDevice) {
@@ -106,23 +129,51 @@ class Builder {
                                                Tier::kDevice, true);
       }
     }
+    add_swap_slots();
+  }
+
+  void add_swap_slots() {
+    size_t slot_bytes = 0;
+    for (size_t param = 0; param < params_.size(); ++param) {
+      if (placement_.params[param].optimizer != Tier::kNvme) continue;
+      for (const StateChunk& chunk : placement_.chunks(input_.numel(static_cast<int>(param)))) {
+        chunks_.push_back({static_cast<int>(param), chunk});
+        slot_bytes = std::max(slot_bytes, chunk_bytes(chunks_.back()));
+        plan_.nvme_bytes += chunk_bytes(chunks_.back());
+      }
+    }
+    for (int slot = 0; !chunks_.empty() && slot < placement_.swap_slots + 1; ++slot) {
+      plan_.swap_slots.push_back(add_buffer(BufferKind::kSwapSlot, slot_bytes, Tier::kHost, true));
+      plan_.buffers.back().alignment = kDriveAlignment;
+    }
+  }
+
+  bool copy_is_on_nvme(int param) const {
+    return placement_.params[static_cast<size_t>(param)].copy == Tier::kNvme;
+  }
+
+  size_t chunk_bytes(const ChunkOfParam& piece) const {
+    return chunk_rest_bytes(input_, piece.chunk) +
+           (copy_is_on_nvme(piece.param) ? chunk_copy_bytes(input_, piece.chunk) : 0);
   }
 
   // ---- operations
 
-  PlanOp& emit(OpKind kind, PlanLaneKind lane, std::vector<BufferUse> uses) {
-    const int index = static_cast<int>(plan_.ops.size());
-    for (const BufferUse& use : uses) {
-      PlanBuffer& buffer = plan_.buffers[static_cast<size_t>(use.buffer)];
-      if (buffer.first_op < 0) buffer.first_op = index;
-      buffer.last_op = index;
-    }
-    PlanOp op;
+  PlanOp& emit(OpKind kind, PlanLaneKind lane, const std::vector<BufferUse>& uses) {
+    PlanOp& op = plan_.ops.emplace_back();
     op.kind = kind;
     op.lane = lane;
-    op.uses = std::move(uses);
-    plan_.ops.push_back(std::move(op));
-    return plan_.ops.back();
+    for (const BufferUse& use : uses) add_use(op, use);
+    return op;
+  }
+
+  // Of the operation that was emitted last.
+  void add_use(PlanOp& op, const BufferUse& use) {
+    const int index = static_cast<int>(plan_.ops.size()) - 1;
+    PlanBuffer& buffer = plan_.buffers[static_cast<size_t>(use.buffer)];
+    if (buffer.first_op < 0) buffer.first_op = index;
+    buffer.last_op = index;
+    op.uses.push_back(use);
   }
 
   void upload_batches() {
@@ -136,33 +187,86 @@ class Builder {
     }
   }
 
-  // Makes sure that the compute copies of a visit's FlatParams are on the device or on their way,
-  // and stay until the visit is over.
-  void fetch_params(int visit_index) {
-    const Visit& visit = visits_[static_cast<size_t>(visit_index)];
-    if (!needs_params(visit)) return;
-    for (const int param : block(visit.block).flat_params) {
-      ParamState& state = params_[static_cast<size_t>(param)];
-      const bool on_device =
-          placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
-      state.last_visit = std::max(state.last_visit, visit_index);
-      if (state.device_copy >= 0) continue;
-      if (state.resident_copy >= 0) {
-        state.device_copy = state.resident_copy;
-        if (on_device || state.uploaded) continue;
-        state.uploaded = true;
-      } else {
-        state.device_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param));
+  // The stays on the device during a wave, in the order of their first visits: a FlatParam goes
+  // once no visit needs it for which the turn of fetching has come.
+  void plan_fetches() {
+    fetches_.clear();
+    std::vector<int> on_device(params_.size(), -1);
+    const int visits = static_cast<int>(visits_.size());
+    int fetched = 0;
+    for (int visit = 0; visit < visits; ++visit) {
+      for (; fetched <= std::min(visits - 1, visit + placement_.prefetch_depth); ++fetched) {
+        const Visit& next = visits_[static_cast<size_t>(fetched)];
+        if (!needs_params(next)) continue;
+        for (const int param : block(next.block).flat_params) {
+          int& fetch = on_device[static_cast<size_t>(param)];
+          if (fetch < 0) {
+            fetch = static_cast<int>(fetches_.size());
+            fetches_.push_back({param, fetched, fetched, needs_upload(param)});
+          }
+          fetches_[static_cast<size_t>(fetch)].last_visit = fetched;
+        }
       }
+      for (int& fetch : on_device) {
+        if (fetch >= 0 && fetches_[static_cast<size_t>(fetch)].last_visit <= visit) fetch = -1;
+      }
+    }
+    host_copies_.assign(fetches_.size(), -1);
+    swapped_in_ = 0;
+    brought_up_ = 0;
+  }
+
+  // What is resident comes up once per step, what is updated there never.
+  bool needs_upload(int param) {
+    ParamState& state = params_[static_cast<size_t>(param)];
+    if (placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice) return false;
+    return state.resident_copy < 0 || !std::exchange(state.uploaded, true);
+  }
+
+  // Issues what brings up the compute copies of all visits until `visit`; those on drives start
+  // earlier by swap_ahead visits.
+  void fetch_params(int visit) {
+    for (; swapped_in_ < fetches_.size() &&
+           fetches_[swapped_in_].first_visit <= visit + placement_.swap_ahead;
+         ++swapped_in_) {
+      const Fetch& fetch = fetches_[swapped_in_];
+      host_copies_[swapped_in_] = fetch.uploads ? swap_in_param(fetch.param) : -1;
+    }
+    for (; brought_up_ < fetches_.size() && fetches_[brought_up_].first_visit <= visit;
+         ++brought_up_) {
+      const Fetch& fetch = fetches_[brought_up_];
+      ParamState& state = params_[static_cast<size_t>(fetch.param)];
+      state.device_copy =
+          state.resident_copy >= 0
+              ? state.resident_copy
+              : add_param_buffer(BufferKind::kParam, fetch.param, input_.param_bytes(fetch.param));
+      if (!fetch.uploads) continue;
       emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
-           {{state.state, false}, {state.device_copy, true}})
-          .param = param;
+           {{host_copies_[brought_up_], false}, {state.device_copy, true}})
+          .param = fetch.param;
     }
   }
 
-  void release_params(int visit_index) {
-    for (ParamState& state : params_) {
-      if (state.device_copy >= 0 && state.last_visit <= visit_index) state.device_copy = -1;
+  // The buffer in pinned memory that holds the compute copy.
+  int swap_in_param(int param) {
+    if (!copy_is_on_nvme(param)) return params_[static_cast<size_t>(param)].host_copy;
+    size_t bytes = 0;
+    for (const StateChunk& chunk : placement_.chunks(input_.numel(param))) {
+      bytes += chunk_copy_bytes(input_, chunk);
+    }
+    const int copy = add_param_buffer(BufferKind::kParam, param, bytes, Tier::kHost);
+    plan_.buffers.back().alignment = kDriveAlignment;
+    PlanOp& op = emit(OpKind::kSwapInParam, PlanLaneKind::kSwapIn, {{copy, true}});
+    op.param = param;
+    op.swap_bytes = bytes;
+    return copy;
+  }
+
+  void release_params(int visit) {
+    for (size_t i = 0; i < brought_up_; ++i) {
+      if (fetches_[i].last_visit == visit) {
+        params_[static_cast<size_t>(fetches_[i].param)].device_copy = -1;
+      }
     }
   }
 
@@ -179,20 +283,16 @@ class Builder {
     // The embedding's backward pass runs once, over the whole step: see embedding_backward_visit().
     const int lowest = last_wave_ ? 0 : 1;
     for (int b = blocks - 2; backward && b >= lowest; --b) visits_.push_back({b, true});
-    for (ParamState& state : params_) {
-      state.device_copy = -1;
-      state.last_visit = -1;
-    }
+    for (ParamState& state : params_) state.device_copy = -1;
     inputs_.assign(static_cast<size_t>(blocks + 1),
                    std::vector<int>(static_cast<size_t>(end - begin), -1));
     host_inputs_ = inputs_;
     wave_begin_ = begin;
     wave_end_ = end;
+    plan_fetches();
     const int visits = static_cast<int>(visits_.size());
-    int fetched = 0;
     for (int visit = 0; visit < visits; ++visit) {
-      const int horizon = std::min(visits - 1, visit + placement_.prefetch_depth);
-      for (; fetched <= horizon; ++fetched) fetch_params(fetched);
+      fetch_params(visit + placement_.prefetch_depth);
       const Visit& now = visits_[static_cast<size_t>(visit)];
       if (!now.backward) {
         forward_visit(visit, backward);
@@ -233,7 +333,7 @@ class Builder {
         input(b + 1, mb) = add_activation(BufferKind::kInput, b + 1, mb);
         uses.push_back({input(b + 1, mb), true});
       }
-      set_block(emit(OpKind::kForward, PlanLaneKind::kCompute, std::move(uses)), b, mb);
+      set_block(emit(OpKind::kForward, PlanLaneKind::kCompute, uses), b, mb);
       if (is_head) offload_loss(loss, mb);
       if (training && !is_head) offload_input(b + 1, mb);
     }
@@ -293,7 +393,7 @@ class Builder {
       for (const int param : block(b).flat_params) {
         uses.push_back({params_[static_cast<size_t>(param)].grad, true});
       }
-      set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, std::move(uses)), b, mb);
+      set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, uses), b, mb);
       if (is_head) offload_loss(loss, mb);
       if (b == 1 && !last_wave_) park_activation_grad(mb);
     }
@@ -318,7 +418,7 @@ class Builder {
       for (const int param : block(b).flat_params) {
         uses.push_back({params_[static_cast<size_t>(param)].grad, true});
       }
-      set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, std::move(uses)), b, mb);
+      set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, uses), b, mb);
     }
     for (const int param : block(b).flat_params) close_grad(param);
   }
@@ -394,7 +494,7 @@ class Builder {
       rounded = add_param_buffer(BufferKind::kRoundedGrad, param, input_.rounded_grad_bytes(param));
     }
     if (rounded != grad) uses.push_back({rounded, true});
-    emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, std::move(uses)).param = param;
+    emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, uses).param = param;
     if (!on_device) {
       emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload, {{rounded, false}, {state.rounded, true}})
           .param = param;
@@ -405,18 +505,61 @@ class Builder {
     emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
     emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
          {{scalars_, false}, {host_scalars_, true}});
+    size_t swapped_in = 0;
+    size_t updated = 0;  // chunks
     const int params = static_cast<int>(params_.size());
     for (int param = 0; param < params; ++param) {  // the order of next use
-      const ParamState& state = params_[static_cast<size_t>(param)];
-      const bool on_device =
-          placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
-      emit(on_device ? OpKind::kDeviceAdam : OpKind::kHostAdam,
-           on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
-           {{state.rounded, false},
-            {on_device ? scalars_ : host_scalars_, false},
-            {state.state, true}})
-          .param = param;
+      switch (placement_.params[static_cast<size_t>(param)].optimizer) {
+        case Tier::kDevice:
+          emit_adam(OpKind::kDeviceAdam, param, params_[static_cast<size_t>(param)].state);
+          break;
+        case Tier::kHost:
+          emit_adam(OpKind::kHostAdam, param, params_[static_cast<size_t>(param)].state);
+          break;
+        case Tier::kNvme:
+          for (; updated < chunks_.size() && chunks_[updated].param == param; ++updated) {
+            update_chunk(updated, swapped_in);
+          }
+          break;
+      }
     }
+  }
+
+  PlanOp& emit_adam(OpKind kind, int param, int states) {
+    const bool on_device = kind == OpKind::kDeviceAdam;
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    PlanOp& op = emit(
+        kind, on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
+        {{state.rounded, false}, {on_device ? scalars_ : host_scalars_, false}, {states, true}});
+    op.param = param;
+    return op;
+  }
+
+  // Chunk `index` is updated in its slot and goes back to its drive. The ones behind it are on
+  // their way in, but for the slot of the one before it, which is on its way out.
+  void update_chunk(size_t index, size_t& swapped_in) {
+    const size_t slots = static_cast<size_t>(placement_.swap_slots);
+    const size_t ahead = slots > 2 ? slots - 1 : slots;
+    for (; swapped_in < std::min(chunks_.size(), index + ahead); ++swapped_in) {
+      emit_swap(OpKind::kSwapInStates, PlanLaneKind::kSwapIn, swapped_in);
+    }
+    const ChunkOfParam& piece = chunks_[index];
+    PlanOp& adam = emit_adam(OpKind::kHostAdam, piece.param, slot_of(index));
+    adam.chunk = piece.chunk;
+    const ParamState& state = params_[static_cast<size_t>(piece.param)];
+    if (state.host_copy >= 0) add_use(adam, {state.host_copy, true});
+    emit_swap(OpKind::kSwapOutStates, PlanLaneKind::kSwapOut, index);
+  }
+
+  void emit_swap(OpKind kind, PlanLaneKind lane, size_t index) {
+    PlanOp& op = emit(kind, lane, {{slot_of(index), kind == OpKind::kSwapInStates}});
+    op.param = chunks_[index].param;
+    op.chunk = chunks_[index].chunk;
+    op.swap_bytes = chunk_bytes(chunks_[index]);
+  }
+
+  int slot_of(size_t chunk) const {
+    return plan_.swap_slots[chunk % static_cast<size_t>(placement_.swap_slots)];
   }
 
   StepPlan finish() {
@@ -472,6 +615,11 @@ class Builder {
   StepPlan plan_;
   std::vector<ParamState> params_;
   std::vector<Visit> visits_;
+  std::vector<Fetch> fetches_;        // of the wave
+  std::vector<int> host_copies_;      // of fetches_: the buffer to upload from
+  size_t swapped_in_ = 0;             // fetches whose way from the drives has been issued
+  size_t brought_up_ = 0;             // likewise to the device
+  std::vector<ChunkOfParam> chunks_;  // on the drives, in the order of their updates
   std::vector<int> batches_;
   std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
   std::vector<std::vector<int>> host_inputs_;  // likewise

@@ -21,10 +21,10 @@ namespace orlop::test {
 // An empty folder of its own, removed at the end.
 class TempFolder {
  public:
-  TempFolder() {
+  explicit TempFolder(
+      const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
     static std::atomic<int> counter{0};
-    path_ = std::filesystem::temp_directory_path() /
-            fmt::format("orlop-test-{}-{}", ::getpid(), counter++);
+    path_ = parent / fmt::format("orlop-test-{}-{}", ::getpid(), counter++);
     std::filesystem::create_directories(path_);
   }
   ~TempFolder() {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "nvme/drive_report.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/support/engine_run.h"
@@ -143,6 +144,39 @@ INSTANTIATE_TEST_SUITE_P(
                            DType::kBF16},
                       Case{"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}),
     [](const auto& info) { return info.param.name; });
+
+// Shares of the optimizer states and of the weights on drives: none, 2 of 5 blocks, all.
+TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
+  const RunRecord expected = run_with(config_);
+  config_.placement.swap_chunk = 4096;  // far less than a FlatParam has
+  struct Share {
+    int states;
+    int weights;
+  };
+  for (const std::string& parent : {std::string("/dev/shm"), ::testing::TempDir()}) {
+    for (const std::string engine : {"io_uring", "threads"}) {
+      if (engine == "io_uring" && nvme::report_io().engine != engine) continue;
+      for (const int drives : {1, 3}) {
+        for (const Share share : {Share{2, 2}, Share{5, 0}, Share{5, 5}}) {
+          std::vector<std::unique_ptr<TempFolder>> folders;
+          EngineConfig config = config_;
+          for (int drive = 0; drive < drives; ++drive) {
+            folders.push_back(std::make_unique<TempFolder>(parent));
+            config.nvme.paths.push_back(folders.back()->path().string());
+          }
+          config.nvme.engine = engine;
+          config.placement.nvme_optimizer_blocks = share.states;
+          config.placement.nvme_param_blocks = share.weights;
+          config.placement.prefetch_depth = share.weights % 3;
+          config.placement.wave = 1 + share.states % 3;
+          EXPECT_TRUE(same_bits(expected, run_with(config, drives == 3)))
+              << share.states << " blocks of states, " << share.weights << " of weights on "
+              << drives << " drives in " << parent << " through " << engine;
+        }
+      }
+    }
+  }
+}
 
 TEST_P(OffloadEqualsResident, InWhatIsExported) {
   const TempFolder out;

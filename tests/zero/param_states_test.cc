@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cstring>
 #include <random>
 
 namespace orlop {
@@ -23,28 +24,31 @@ TEST(ParamStates, MasterSurvivesExactlyInEveryComputeDtype) {
   const std::vector<float> values = random_floats(4096);
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
     const StatePlanes planes = state_planes(4096, dtype, DType::kF32);
-    EXPECT_EQ(planes.bytes, 4096u * (dtype == DType::kF16 ? 14 : 12));
-    std::vector<std::byte> states(planes.bytes);
-    write_plane(planes, states.data(), Plane::kMaster, 0, values);
-    write_plane(planes, states.data(), Plane::kExpAvg, 0, values);
+    EXPECT_EQ(planes.bytes(), 4096u * (dtype == DType::kF16 ? 14 : 12));
+    // The two parts apart, as they are on the way to a drive.
+    std::vector<std::byte> copy(planes.copy_bytes);
+    std::vector<std::byte> rest(planes.rest_bytes);
+    const StateAddress states{copy.data(), rest.data()};
+    write_plane(planes, states, Plane::kMaster, 0, values);
+    write_plane(planes, states, Plane::kExpAvg, 0, values);
     std::vector<float> back(4096);
-    read_plane(planes, states.data(), Plane::kMaster, 0, back);
+    read_plane(planes, states, Plane::kMaster, 0, back);
     for (size_t i = 0; i < back.size(); ++i) {
       ASSERT_EQ(std::bit_cast<uint32_t>(back[i]), std::bit_cast<uint32_t>(values[i]))
           << dtype_name(dtype) << " element " << i;
     }
-    read_plane(planes, states.data(), Plane::kExpAvg, 0, back);
+    read_plane(planes, states, Plane::kExpAvg, 0, back);
     EXPECT_EQ(back, values);
   }
 }
 
 TEST(ParamStates, ComputeCopyOfBf16RoundsHalfUp) {
   const StatePlanes planes = state_planes(128, DType::kBF16, DType::kF32);
-  std::vector<std::byte> states(planes.bytes);
+  std::vector<std::byte> states(planes.bytes());
   const float tie = std::bit_cast<float>(0x3f808000u);
-  write_plane(planes, states.data(), Plane::kMaster, 5, {&tie, 1});
+  write_plane(planes, state_address(planes, states.data()), Plane::kMaster, 5, {&tie, 1});
   uint16_t copy = 0;
-  read_compute_copy(planes, states.data(), 5, std::as_writable_bytes(std::span(&copy, 1)));
+  std::memcpy(&copy, states.data() + 5 * sizeof copy, sizeof copy);
   EXPECT_EQ(copy, 0x3f81);
 }
 

@@ -51,6 +51,64 @@ TEST(StepPlan, EveryPlacementProvesItself) {
   EXPECT_EQ(plans, 5 * 3 * (params + 1) * ((params + 2) / 2));
 }
 
+// States of the last FlatParams on drives: optimizer states of `states`, compute copies of
+// `copies`.
+void swap(PlacementPlan& plan, int states, int copies, int slots, int ahead) {
+  const int params = static_cast<int>(plan.params.size());
+  for (int i = params - states; i < params; ++i)
+    plan.params[static_cast<size_t>(i)].optimizer = Tier::kNvme;
+  for (int i = params - copies; i < params; ++i)
+    plan.params[static_cast<size_t>(i)].copy = Tier::kNvme;
+  plan.swap_slots = slots;
+  plan.swap_ahead = ahead;
+}
+
+TEST(StepPlan, EveryPlacementWithDrivesProvesItself) {
+  const PlanInput input = small_input(3, 3);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  for (int states = 1; states <= params; ++states) {
+    for (int copies = 0; copies <= states; ++copies) {
+      for (int slots = 1; slots <= 4; ++slots) {
+        PlacementPlan plan = placement(input, slots % 3, 1 + copies % 3);
+        swap(plan, states, copies, slots, states % 3);
+        plan.chunk_numel = states % 2 == 0 ? 4 * kChunkGranule : kChunkGranule;
+        plan.params[static_cast<size_t>(states - 1)].resident = true;
+        ASSERT_NO_THROW(plan_check(input, plan, make_train_plan(input, plan), true))
+            << states << " states, " << copies << " copies on drives, " << slots << " slots";
+        ASSERT_NO_THROW(plan_check(input, plan, make_eval_plan(input, plan), false));
+      }
+    }
+  }
+}
+
+// Everything on drives costs host memory a few slots and what is in flight; and each step reads
+// states once and compute copies twice, and writes all once.
+TEST(StepPlan, StatesOnDrivesLeaveHostMemory) {
+  const PlanInput input = small_input(8, 1);
+  PlacementPlan plan = placement(input, 1, 1);
+  const StepPlan at_home = make_train_plan(input, plan);
+  swap(plan, static_cast<int>(plan.params.size()), static_cast<int>(plan.params.size()), 2, 0);
+  const StepPlan swapped = make_train_plan(input, plan);
+  size_t states = 0;
+  size_t copies = 0;
+  for (size_t param = 0; param < plan.params.size(); ++param) {
+    states += input.state_bytes(static_cast<int>(param));
+    copies += input.param_bytes(static_cast<int>(param));
+  }
+  EXPECT_GE(swapped.nvme_bytes, states);
+  EXPECT_LT(swapped.nvme_bytes, states + states / 4);  // padding of these small chunks
+  EXPECT_LT(swapped.host_bytes, at_home.host_bytes - states * 3 / 4);
+  size_t read = 0;
+  size_t written = 0;
+  for (const PlanOp& op : swapped.ops) {
+    if (op.lane == PlanLaneKind::kSwapIn) read += op.swap_bytes;
+    if (op.lane == PlanLaneKind::kSwapOut) written += op.swap_bytes;
+  }
+  EXPECT_EQ(written, swapped.nvme_bytes);
+  EXPECT_GE(read, states + copies);
+  EXPECT_LT(read, swapped.nvme_bytes + 3 * copies);
+}
+
 TEST(StepPlan, LinkBytesDoNotGrowWithMicroBatches) {
   const auto uploads = [](int micro_batches) {
     const PlanInput input = small_input(4, micro_batches);
@@ -144,19 +202,46 @@ TEST(PlanCheck, FindsSharedBytesAndMissingWork) {
   EXPECT_THROW(plan_check(input, home, forgetful, true), Error);
 }
 
-// A change of schedule is a reviewed change of this text; ORLOP_UPDATE_GOLDEN=1 writes it anew.
-TEST(StepPlan, PrintedPlanIsTheReviewedOne) {
-  const PlanInput input = small_input(2, 2);
+TEST(PlanCheck, FindsChunksOutOfTurn) {
+  const PlanInput input = small_input(2, 1);
   PlacementPlan home = placement(input, 1, 1);
-  home.params[1].resident = true;
-  const std::string text = make_train_plan(input, home).to_text(input);
-  const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/step_plan_2_layers_2_waves.txt";
+  swap(home, 3, 2, 3, 1);
+  const StepPlan plan = make_train_plan(input, home);
+  int planted = 0;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    if (!is_host_update(plan.ops[i].kind) || plan.ops[i].chunk.index < 0) continue;
+    StepPlan broken = plan;
+    broken.ops[i].chunk.index += 1;
+    EXPECT_THROW(plan_check(input, home, broken, true), Error) << "operation " << i;
+    ++planted;
+  }
+  EXPECT_GT(planted, 20);
+}
+
+// A change of schedule is a reviewed change of this text; ORLOP_UPDATE_GOLDEN=1 writes it anew.
+void expect_golden(const std::string& text, const std::string& name) {
+  const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/" + name;
   if (std::getenv("ORLOP_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << text;
   std::ifstream in(path);
   ASSERT_TRUE(in) << path;
   std::stringstream golden;
   golden << in.rdbuf();
   EXPECT_EQ(text, golden.str());
+}
+
+TEST(StepPlan, PrintedPlanIsTheReviewedOne) {
+  const PlanInput input = small_input(2, 2);
+  PlacementPlan home = placement(input, 1, 1);
+  home.params[1].resident = true;
+  expect_golden(make_train_plan(input, home).to_text(input), "step_plan_2_layers_2_waves.txt");
+}
+
+TEST(StepPlan, PrintedPlanWithDrivesIsTheReviewedOne) {
+  const PlanInput input = small_input(2, 1);
+  PlacementPlan home = placement(input, 1, 1);
+  home.chunk_numel = 4 * kChunkGranule;
+  swap(home, 3, 2, 3, 1);
+  expect_golden(make_train_plan(input, home).to_text(input), "step_plan_2_layers_drives.txt");
 }
 
 }  // namespace

@@ -1,0 +1,110 @@
+#include "engine/swap_lane.h"
+
+#include <optional>
+#include <utility>
+
+#include "base/check.h"
+#include "base/thread.h"
+
+namespace orlop {
+namespace {
+
+// Compute waits for these; the states that are swapped for an update go after them.
+constexpr int64_t kUrgent = -1;
+
+// False when the update that makes the version has failed.
+bool await_version(const Gate& gate, uint32_t version) {
+  uint32_t value = gate.value->load(std::memory_order_acquire);
+  for (; value < version; value = gate.value->load(std::memory_order_acquire)) {
+    gate.value->wait(value, std::memory_order_acquire);
+  }
+  return value != Gate::kFailed;
+}
+
+}  // namespace
+
+SwapLane::SwapLane(nvme::Swapper& swapper, std::vector<Gate> updated,
+                   const std::vector<int64_t>& versions, Gate ended, size_t capacity)
+    : swapper_(swapper),
+      updated_(std::move(updated)),
+      versions_(versions),
+      ended_(ended),
+      items_(capacity),
+      pieces_left_(capacity) {
+  thread_ = start_thread("swap", [this] { run(); });
+}
+
+SwapLane::~SwapLane() {
+  items_.close();
+  thread_.join();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return last_ended_ == issued_; });
+}
+
+uint32_t SwapLane::issue(const SwapIn& swap_in, uint32_t version) {
+  Item item{&swap_in, version, 0};
+  {
+    std::lock_guard lock(mutex_);
+    item.ticket = ++issued_;
+    pieces_left_[item.ticket % pieces_left_.size()] = swap_in.pieces.size();
+  }
+  items_.push(item);
+  return item.ticket;
+}
+
+void SwapLane::drain() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return last_ended_ == issued_; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void SwapLane::run() {
+  while (const std::optional<Item> item = items_.pop()) start(*item);
+}
+
+// Every piece ends exactly once, whatever happens.
+void SwapLane::start(const Item& item) {
+  size_t started = 0;
+  const std::vector<SwapPiece>& pieces = item.swap_in->pieces;
+  try {
+    for (Event* event : item.swap_in->after) event->synchronize();
+    const size_t param = static_cast<size_t>(item.swap_in->param);
+    if (!await_version(updated_[param], item.version)) fail(nullptr);
+    bool skipped = false;
+    {
+      std::lock_guard lock(mutex_);
+      skipped = failed_;
+    }
+    for (; !skipped && started < pieces.size(); ++started) {
+      swapper_.swap_in({pieces[started].key, versions_[param], kUrgent}, pieces[started].memory,
+                       [this, ticket = item.ticket](const std::exception_ptr& error) {
+                         if (error) fail(error);
+                         end_piece(ticket);
+                       });
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  for (; started < pieces.size(); ++started) end_piece(item.ticket);
+}
+
+void SwapLane::fail(std::exception_ptr error) {
+  std::lock_guard lock(mutex_);
+  if (!failed_) error_ = std::move(error);
+  failed_ = true;
+}
+
+void SwapLane::end_piece(uint32_t ticket) {
+  std::lock_guard lock(mutex_);
+  --pieces_left_[ticket % pieces_left_.size()];
+  const uint32_t before = last_ended_;
+  while (last_ended_ != issued_ && pieces_left_[(last_ended_ + 1) % pieces_left_.size()] == 0) {
+    ++last_ended_;
+  }
+  if (last_ended_ == before && !failed_) return;
+  ended_.value->store(failed_ ? Gate::kFailed : last_ended_, std::memory_order_release);
+  ended_.value->notify_all();
+  changed_.notify_all();
+}
+
+}  // namespace orlop

@@ -1,0 +1,79 @@
+#include "engine/swap_space.h"
+
+#include "base/bytes.h"
+#include "base/check.h"
+
+namespace orlop {
+namespace {
+
+nvme::ChunkKey rest_key(int param, int chunk) { return {2 * param, chunk}; }
+nvme::ChunkKey copy_key(int param, int chunk) { return {2 * param + 1, chunk}; }
+
+}  // namespace
+
+SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
+                     const EngineConfig& config)
+    : input_(input),
+      placement_(placement),
+      chunks_(placement.params.size()),
+      versions_(placement.params.size(), 0) {
+  nvme::SwapperOptions options;
+  const int params = static_cast<int>(placement.params.size());
+  for (int param = 0; param < params; ++param) {
+    if (placement.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
+    chunks_[static_cast<size_t>(param)] = placement.chunks(input.numel(param));
+    for (const StateChunk& chunk : chunks(param)) {
+      options.chunks.push_back({rest_key(param, chunk.index), chunk_rest_bytes(input, chunk)});
+      bytes_per_step_ += options.chunks.back().bytes;
+      if (!copy_is_on_nvme(param)) continue;
+      options.chunks.push_back({copy_key(param, chunk.index), chunk_copy_bytes(input, chunk)});
+      bytes_per_step_ += options.chunks.back().bytes;
+    }
+  }
+  const NvmeConfig& nvme = config.nvme;
+  options.directories = nvme.paths;
+  options.direct = nvme.direct;
+  options.verify = nvme::parse_verify(nvme.verify);
+  options.engine = nvme::parse_io_engine(nvme.engine);
+  options.queue.block_bytes = nvme.block_bytes;
+  options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
+  options.writes_per_day_bytes = config.limits.nvme_writes_per_day_bytes.value_or(0);
+  swapper_ = std::make_unique<nvme::Swapper>(options);
+  check(kDriveAlignment % swapper_->alignment() == 0, ErrorCode::kUsage,
+        "the drives of --nvme want {} bytes of alignment for direct I/O, plans are made for {}; "
+        "set nvme.direct to false, or choose another drive",
+        swapper_->alignment(), kDriveAlignment);
+}
+
+std::vector<SwapPiece> SwapSpace::copy_pieces(int param, std::byte* memory) const {
+  std::vector<SwapPiece> pieces;
+  for (const StateChunk& chunk : chunks(param)) {
+    const size_t bytes = chunk_copy_bytes(input_, chunk);
+    const size_t begin = static_cast<size_t>(chunk.begin) * dtype_bytes(input_.compute_dtype);
+    pieces.push_back({copy_key(param, chunk.index), {memory + begin, bytes}});
+  }
+  return pieces;
+}
+
+std::vector<SwapPiece> SwapSpace::chunk_pieces(int param, const StateChunk& chunk,
+                                               std::byte* slot) const {
+  std::vector<SwapPiece> pieces;
+  if (copy_is_on_nvme(param)) {
+    pieces.push_back({copy_key(param, chunk.index), {slot, chunk_copy_bytes(input_, chunk)}});
+    slot += chunk_copy_bytes(input_, chunk);
+  }
+  pieces.push_back({rest_key(param, chunk.index), {slot, chunk_rest_bytes(input_, chunk)}});
+  return pieces;
+}
+
+StatePlanes SwapSpace::planes(const StateChunk& chunk) const {
+  return state_planes(chunk.numel, input_.compute_dtype, input_.moment_dtype);
+}
+
+StateAddress SwapSpace::address(int param, const StateChunk& chunk, std::byte* slot,
+                                std::byte* copy) const {
+  if (copy_is_on_nvme(param)) return {slot, slot + chunk_copy_bytes(input_, chunk)};
+  return {copy + static_cast<size_t>(chunk.begin) * dtype_bytes(input_.compute_dtype), slot};
+}
+
+}  // namespace orlop

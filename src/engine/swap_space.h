@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "nvme/swapper.h"
+#include "optim/optimizer_queue.h"
+#include "orlop/config.h"
+#include "zero/param_states.h"
+#include "zero/step_plan.h"
+
+namespace orlop {
+
+// What of a plan's states lies on drives: the chunks of every FlatParam, the swapper that moves
+// them, and the version of each FlatParam there.
+//
+// A chunk is up to two transfers, which a slot holds one behind the other, each padded to
+// kDriveAlignment: the compute copy, where that is on the drives too, and all other planes side by
+// side.
+class SwapSpace {
+ public:
+  // Takes the space on the drives. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper
+  // does.
+  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config);
+
+  nvme::Swapper& swapper() { return *swapper_; }
+  std::vector<int64_t>& versions() { return versions_; }
+  uint64_t bytes_written_per_step() const { return bytes_per_step_; }
+
+  const std::vector<StateChunk>& chunks(int param) const {
+    return chunks_[static_cast<size_t>(param)];
+  }
+  bool copy_is_on_nvme(int param) const {
+    return placement_.params[static_cast<size_t>(param)].copy == Tier::kNvme;
+  }
+
+  // The transfers of a whole compute copy, which lies at `memory` without gaps.
+  std::vector<SwapPiece> copy_pieces(int param, std::byte* memory) const;
+  // Those of one chunk in a slot.
+  std::vector<SwapPiece> chunk_pieces(int param, const StateChunk& chunk, std::byte* slot) const;
+
+  StatePlanes planes(const StateChunk& chunk) const;
+  // Where the planes of a chunk in a slot lie; `copy` is the FlatParam's compute copy where that
+  // stays in memory.
+  StateAddress address(int param, const StateChunk& chunk, std::byte* slot, std::byte* copy) const;
+
+ private:
+  const PlanInput& input_;
+  const PlacementPlan& placement_;
+  std::vector<std::vector<StateChunk>> chunks_;  // per FlatParam, of those on drives
+  std::vector<int64_t> versions_;
+  uint64_t bytes_per_step_ = 0;
+  std::unique_ptr<nvme::Swapper> swapper_;
+};
+
+}  // namespace orlop
