@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -31,17 +32,12 @@ std::unique_ptr<IoBackend> make_uring(unsigned /*depth*/) {
 }
 #endif
 
-}  // namespace
-
-IoEngine parse_io_engine(std::string_view text) {
-  if (text == "auto") return IoEngine::kAuto;
-  if (text == "io_uring") return IoEngine::kUring;
-  if (text == "threads") return IoEngine::kThreads;
-  fail(ErrorCode::kUsage, "nvme.engine is \"{}\"; use auto, io_uring or threads", text);
+IoBackendDecorator& decorator() {
+  static IoBackendDecorator decorator;
+  return decorator;
 }
 
-BackendChoice make_io_backend(IoEngine engine, unsigned depth) {
-  check(depth > 0, ErrorCode::kUsage, "nvme.queue_depth is 0; use 1 or more");
+BackendChoice choose_backend(IoEngine engine, unsigned depth) {
   BackendChoice choice;
   if (engine == IoEngine::kUring) {
     choice.backend = make_uring(depth);
@@ -62,6 +58,24 @@ BackendChoice make_io_backend(IoEngine engine, unsigned depth) {
   choice.backend = std::make_unique<PosixBackend>(std::min(depth, kMaxThreads));
   return choice;
 }
+
+}  // namespace
+
+IoEngine parse_io_engine(std::string_view text) {
+  if (text == "auto") return IoEngine::kAuto;
+  if (text == "io_uring") return IoEngine::kUring;
+  if (text == "threads") return IoEngine::kThreads;
+  fail(ErrorCode::kUsage, "nvme.engine is \"{}\"; use auto, io_uring or threads", text);
+}
+
+BackendChoice make_io_backend(IoEngine engine, unsigned depth) {
+  check(depth > 0, ErrorCode::kUsage, "nvme.queue_depth is 0; use 1 or more");
+  BackendChoice choice = choose_backend(engine, depth);
+  if (decorator()) choice.backend = decorator()(std::move(choice.backend));
+  return choice;
+}
+
+void decorate_io_backends(IoBackendDecorator wrap) { decorator() = std::move(wrap); }
 
 std::string explain_uring_error(std::string_view call, int error, int disabled_sysctl) {
   std::string cause;

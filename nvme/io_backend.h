@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -74,6 +75,12 @@ struct BackendChoice {
 // throws Error(kIo) naming the call, errno, likely cause and remedies. `depth` is the number of
 // requests that will be in flight at most.
 BackendChoice make_io_backend(IoEngine engine, unsigned depth);
+
+// Wraps every backend that make_io_backend() makes from now on; null ends that. Not while one is
+// being made. With it tests put faults below a whole engine.
+using IoBackendDecorator =
+    std::function<std::unique_ptr<IoBackend>(std::unique_ptr<IoBackend> backend)>;
+void decorate_io_backends(IoBackendDecorator decorator);
 
 // Likely cause and remedy of a refused io_uring call, for people. `disabled_sysctl` is the value of
 // kernel.io_uring_disabled, or -1 when the kernel has no such switch.

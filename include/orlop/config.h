@@ -89,6 +89,7 @@ struct EngineConfig {
   int max_skipped_steps = 10;  // this many non-finite steps in a row end the run
   bool from_scratch = false;   // random weights, normal(0, 0.02), instead of the folder's
   uint64_t seed = 0;           // random weights and stochastic rounding
+  std::string checkpoint_dir;  // where checkpoints will go: room for one is checked at the start
 };
 
 }  // namespace orlop

@@ -15,10 +15,14 @@ struct Stats {
   int64_t skipped_steps = 0;
   uint64_t uploaded_bytes = 0;
   uint64_t offloaded_bytes = 0;
-  size_t device_peak_bytes = 0;          // arena and device overhead as taken
-  size_t host_bytes = 0;                 // arena as taken
-  double optimizer_seconds = 0;          // time inside host updates
-  double optimizer_exposed_seconds = 0;  // of it, time the main thread waited
+  uint64_t nvme_read_bytes = 0;           // of states, from and to the drives
+  uint64_t nvme_written_bytes = 0;        // likewise, checkpoints not counted
+  uint64_t nvme_written_today_bytes = 0;  // since midnight UTC; over all runs where a limit is set
+  size_t device_peak_bytes = 0;           // arena and device overhead as taken
+  size_t host_bytes = 0;                  // arena as taken
+  double optimizer_seconds = 0;           // time inside host updates
+  double optimizer_exposed_seconds = 0;   // of it, time the main thread waited
+  double swap_wait_seconds = 0;           // time that host updates waited for drives
 };
 
 }  // namespace orlop

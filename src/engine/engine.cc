@@ -4,11 +4,13 @@
 #include <chrono>
 #include <utility>
 
+#include "base/bytes.h"
 #include "base/check.h"
 #include "engine/checkpoint.h"
 #include "engine/model_files.h"
 #include "engine/session.h"
 #include "formats/manifest.h"
+#include "nvme/drive_report.h"
 #include "optim/grad_scaler.h"
 #include "optim/lr_schedule.h"
 #include "optim/optimizer_queue.h"
@@ -65,6 +67,7 @@ class Engine::Impl {
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
+    check_room_for_checkpoint();
     if (config.from_scratch) {
       init_weights(layout(), config.seed, session_.planning().threads, session_.states());
     } else {
@@ -77,6 +80,8 @@ class Engine::Impl {
   int64_t steps_done() const { return applied_steps_; }
 
   StepResult step(std::span<const MicroBatch> batches) {
+    check_usable();
+    check_wear();
     return changing([&] { return run_step(batches); });
   }
 
@@ -166,6 +171,13 @@ class Engine::Impl {
     stats.host_bytes = session_.host_bytes();
     stats.optimizer_seconds = optimizer_.busy_seconds();
     stats.optimizer_exposed_seconds = exposed_seconds_;
+    stats.swap_wait_seconds = optimizer_.swap_wait_seconds();
+    if (const SwapSpace* swap = session_.swap()) {
+      const nvme::SwapStats moved = swap->swapper().stats();
+      stats.nvme_read_bytes = moved.bytes_read;
+      stats.nvme_written_bytes = moved.bytes_written;
+      stats.nvme_written_today_bytes = moved.day_bytes_written;
+    }
     return stats;
   }
 
@@ -173,6 +185,29 @@ class Engine::Impl {
 
  private:
   const ModelLayout& layout() const { return session_.layout(); }
+
+  // Refuses a step that would wear the drives more than the day allows. Nothing has begun then:
+  // what is there can be saved.
+  void check_wear() {
+    SwapSpace* swap = session_.swap();
+    if (swap == nullptr) return;
+    // An update that still runs has not been counted in full.
+    const uint64_t steps = optimizer_.is_idle() ? 1 : 2;
+    swap->swapper().check_write_budget(steps * swap->bytes_written_per_step());
+    swap->swapper().begin_step();
+  }
+
+  // After the space for swapping was taken.
+  void check_room_for_checkpoint() const {
+    const std::string& folder = config_.checkpoint_dir;
+    if (folder.empty()) return;
+    const uint64_t need = report().checkpoint_bytes;
+    const uint64_t free = nvme::free_disk_bytes({&folder, 1});
+    check(need <= free, ErrorCode::kDoesNotFit,
+          "a checkpoint takes {} ({} B), '{}' has {} free: {} B are missing; free space, or choose "
+          "another folder",
+          format_bytes(need), need, folder, format_bytes(free), need - std::min(need, free));
+  }
 
   StepResult run_step(std::span<const MicroBatch> batches) {
     const auto begin = std::chrono::steady_clock::now();

@@ -27,6 +27,7 @@ class SwapSpace {
   SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config);
 
   nvme::Swapper& swapper() { return *swapper_; }
+  const nvme::Swapper& swapper() const { return *swapper_; }
   std::vector<int64_t>& versions() { return versions_; }
   uint64_t bytes_written_per_step() const { return bytes_per_step_; }
 

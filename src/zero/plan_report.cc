@@ -143,9 +143,10 @@ std::string PlanReport::to_text() const {
   if (nvme_bytes > 0) {
     text += fmt::format(
         "  nvme {} of {}: optimizer states of {}, weights of {} parameter groups; {} read and {} "
-        "written per step\n",
+        "written per step, {} for a checkpoint\n",
         format_bytes(nvme_bytes), format_bytes(nvme_budget_bytes), nvme_optimizer_blocks,
-        nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes));
+        nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes),
+        format_bytes(checkpoint_bytes));
   }
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,

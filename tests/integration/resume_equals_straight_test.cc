@@ -31,6 +31,19 @@ struct Placement {
   void (*apply)(EngineConfig&);
 };
 
+// One swap directory for every engine of this file; they live one after the other.
+std::string swap_dir() {
+  static const TempFolder folder;
+  return folder.path().string();
+}
+
+void swap_states(EngineConfig& config, int states, int weights) {
+  config.nvme.paths = {swap_dir()};
+  config.placement.nvme_optimizer_blocks = states;
+  config.placement.nvme_param_blocks = weights;
+  config.placement.swap_chunk = 4096;
+}
+
 const Placement kPlacements[] = {
     {"free", [](EngineConfig&) {}},
     {"least",
@@ -41,10 +54,13 @@ const Placement kPlacements[] = {
        c.placement.wave = 1;
      }},
     {"device optimizer", [](EngineConfig& c) { c.placement.device_optimizer_blocks = 3; }},
-    {"all on the device", [](EngineConfig& c) {
+    {"all on the device",
+     [](EngineConfig& c) {
        c.placement.device_optimizer_blocks = 5;
        c.placement.activations_on_device = true;
-     }}};
+     }},
+    {"optimizer states on a drive", [](EngineConfig& c) { swap_states(c, 4, 0); }},
+    {"all on a drive", [](EngineConfig& c) { swap_states(c, 5, 5); }}};
 
 RunRecord tail(const RunRecord& record, size_t from) {
   RunRecord rest = record;
@@ -77,11 +93,20 @@ TEST_F(Resume, InAnyPlacementContinuesTheStraightRun) {
                        Case{Precision::kF16, DType::kF32}}) {
     EngineConfig config = tiny_engine_config(c.precision);
     config.optimizer.moments = c.moments;
-    const auto straight = Engine::open(model, config);
+    auto straight = Engine::open(model, config);
     run(*straight, {.until = 4});
     const States at_save = read_states(*straight);
     const std::string saved = straight->save_checkpoint(run_dir(), "at 4", 1);
     const RunRecord expected = run(*straight, to_end);
+    // What is saved does not tell where it was.
+    EngineConfig swapped = config;
+    swap_states(swapped, 5, 2);
+    straight = Engine::open(model, swapped);
+    run(*straight, {.until = 4});
+    const std::string again = straight->save_checkpoint((folder_ / "swapped").string(), "at 4", 1);
+    const char* const states = "optim/rank-0.safetensors";
+    EXPECT_TRUE(slurp(fs::path(saved) / states) == slurp(fs::path(again) / states));
+    straight.reset();
     for (const Placement& placement : kPlacements) {
       EngineConfig other = config;
       placement.apply(other);
@@ -144,6 +169,7 @@ TEST_F(Resume, KeepsWhatItJustSaved) {
   EXPECT_FALSE(fs::exists(early));
 }
 
+// Every second worker has its states on a drive, and leaves its swap file to the next one.
 TEST_F(Resume, AfterAKillAtAnyMomentLosesAtMostTheStepsSinceTheLastSave) {
   const std::string model = write_model(TinyFamily::kLlamaTied);
   EngineConfig config = tiny_engine_config(Precision::kBF16);
@@ -154,7 +180,9 @@ TEST_F(Resume, AfterAKillAtAnyMomentLosesAtMostTheStepsSinceTheLastSave) {
     const std::string dir = (folder_ / ("killed-" + std::to_string(repetition))).string();
     const int64_t kill_at = 2 + repetition % 5;
     {
-      ChildProcess worker({ORLOP_TRAIN_WORKER, "train", model, dir});
+      std::vector<std::string> command = {ORLOP_TRAIN_WORKER, "train", model, dir};
+      if (repetition / 2 % 2 == 1) command.push_back(swap_dir());
+      ChildProcess worker(command);
       // In a step, or at some moment of a save; the step before is complete then.
       const char* const event = repetition % 2 == 0 ? "step " : "save ";
       ASSERT_TRUE(worker.read_until(event + std::to_string(kill_at)));
@@ -164,7 +192,9 @@ TEST_F(Resume, AfterAKillAtAnyMomentLosesAtMostTheStepsSinceTheLastSave) {
     }
     const std::string newest = Engine::latest_checkpoint(dir);
     ASSERT_FALSE(newest.empty()) << repetition;
-    const auto resumed = Engine::open(model, config);
+    EngineConfig other = config;
+    if (repetition % 3 == 1) swap_states(other, 5, 1);
+    const auto resumed = Engine::open(model, other);
     const int64_t step = std::stoll(resumed->load_checkpoint(newest));
     EXPECT_EQ(resumed->steps_done(), step);
     EXPECT_GE(step, kill_at - 1);

@@ -1,5 +1,6 @@
 // A process that tests run, kill and measure.
-//   train_worker train MODEL RUN_DIR                 trains without end, saves after every step
+//   train_worker train MODEL RUN_DIR [SWAP_DIR]      trains without end, saves after every step;
+//                                                    with all states in SWAP_DIR
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS  trains two steps from random weights with so
 //   many
 //                                                    blocks' optimizer on the device, saves and
@@ -18,10 +19,17 @@
 namespace orlop::test {
 namespace {
 
-void train(const std::string& model, const std::string& run_dir) {
+void train(const std::string& model, const std::string& run_dir, const std::string& swap_dir) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.placement.wave = 2;
-  config.placement.device_optimizer_blocks = 1;
+  if (swap_dir.empty()) {
+    config.placement.device_optimizer_blocks = 1;
+  } else {
+    config.nvme.paths = {swap_dir};
+    config.placement.nvme_optimizer_blocks = 5;
+    config.placement.nvme_param_blocks = 3;
+    config.placement.swap_chunk = 4096;
+  }
   const auto engine = Engine::open(model, config);
   for (int64_t step = 1;; ++step) {
     std::cout << "step " << step << std::endl;
@@ -49,12 +57,13 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   try {
-    if (mode == "train" && argc == 4) {
-      orlop::test::train(argv[2], argv[3]);
+    if (mode == "train" && (argc == 4 || argc == 5)) {
+      orlop::test::train(argv[2], argv[3], argc == 5 ? argv[4] : "");
     } else if (mode == "memory" && argc == 5) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]));
     } else {
-      std::cerr << "usage: train_worker train MODEL RUN_DIR | memory MODEL RUN_DIR DEVICE_BLOCKS\n";
+      std::cerr << "usage: train_worker train MODEL RUN_DIR [SWAP_DIR] | memory MODEL RUN_DIR "
+                   "DEVICE_BLOCKS\n";
       return 2;
     }
   } catch (const std::exception& error) {

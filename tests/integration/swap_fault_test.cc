@@ -1,0 +1,236 @@
+// Faults of drives below a whole engine: each ends in the same bits, or in one error that names
+// operation, shard, path and offset, after which the last checkpoint resumes.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cerrno>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "nvme/io_backend.h"
+#include "orlop/engine.h"
+#include "tests/formats/support.h"
+#include "tests/nvme/faulty_backend.h"
+#include "tests/nvme/mounts.h"
+#include "tests/support/engine_run.h"
+#include "tests/support/tiny_model.h"
+
+namespace orlop::test {
+namespace {
+
+namespace fs = std::filesystem;
+using nvme::Fault;
+using nvme::IoOp;
+using nvme::IoRequest;
+using ::testing::HasSubstr;
+
+// While it lives, every drive of a new engine has these faults.
+class Faults {
+ public:
+  explicit Faults(nvme::FaultPlan plan) {
+    nvme::decorate_io_backends([plan = std::move(plan)](std::unique_ptr<nvme::IoBackend> backend) {
+      return std::make_unique<nvme::FaultyBackend>(std::move(backend), plan);
+    });
+  }
+  ~Faults() { nvme::decorate_io_backends(nullptr); }
+};
+
+class SwapFaults : public ::testing::Test {
+ protected:
+  SwapFaults() {
+    write_tiny_model(folder_ / "model", TinyFamily::kLlamaTied);
+    config_ = tiny_engine_config(Precision::kBF16);
+    expected_ = run(*Engine::open(model(), config_), {.until = kLast});
+    config_.nvme.paths = {(folder_ / "swap").string()};
+    config_.placement.nvme_optimizer_blocks = 5;
+    config_.placement.nvme_param_blocks = 3;
+    config_.placement.swap_chunk = 4096;
+  }
+
+  std::string model() const { return (folder_ / "model").string(); }
+  std::string run_dir() const { return (folder_ / "run").string(); }
+
+  std::unique_ptr<Engine> open() const { return Engine::open(model(), config_); }
+
+  // The error that a step meets sooner or later from now on.
+  static std::string error_of_steps(Engine& engine, int64_t from, ErrorCode code) {
+    return error_of(code, [&] { run(engine, {.from = from, .until = from + 3}); });
+  }
+
+  // The engine refuses further work; the checkpoint of step 2 resumes as if nothing had happened.
+  void expect_resumes(std::unique_ptr<Engine> failed) const {
+    EXPECT_THAT(error_of_steps(*failed, 3, ErrorCode::kInternal), HasSubstr("resume"));
+    failed.reset();
+    nvme::decorate_io_backends(nullptr);
+    const auto resumed = open();
+    resumed->load_checkpoint(Engine::latest_checkpoint(run_dir()));
+    EXPECT_EQ(resumed->steps_done(), 2);
+    const RunRecord rest = run(*resumed, {.from = 3, .until = kLast});
+    EXPECT_TRUE(same_states(expected_.states, rest.states));
+    EXPECT_EQ(rest.losses.back(), expected_.losses.back());
+  }
+
+  static constexpr int64_t kLast = 6;
+  TempFolder folder_;
+  EngineConfig config_;
+  RunRecord expected_;
+};
+
+// Requests of an engine that has opened, trained two steps and saved are let through.
+TEST_F(SwapFaults, AnUnreadableOrUnwritableChunkIsOneErrorAndTheCheckpointResumes) {
+  struct Case {
+    IoOp op;
+    int skip;  // requests of that kind in the failing step that still succeed
+    const char* operation;
+  };
+  for (const Case c : {Case{IoOp::kRead, 0, "swap_in of shard"},
+                       {IoOp::kRead, 9, "swap_in of shard"},
+                       {IoOp::kRead, 40, "swap_in of shard"},
+                       {IoOp::kWrite, 0, "swap_out of shard"},
+                       {IoOp::kWrite, 7, "swap_out of shard"}}) {
+    std::atomic<bool> broken{false};
+    std::atomic<int> seen{0};
+    const Faults faults([&](const IoRequest& request, uint64_t) {
+      const bool fails = broken && request.op == c.op && seen++ >= c.skip;
+      return fails ? Fault::fail(EIO) : Fault::none();
+    });
+    auto engine = open();
+    run(*engine, {.until = 2});
+    fs::remove_all(run_dir());
+    engine->save_checkpoint(run_dir(), "", 1);
+    broken = true;
+    const std::string text = error_of_steps(*engine, 3, ErrorCode::kIo);
+    EXPECT_THAT(text, HasSubstr(c.operation));
+    EXPECT_THAT(text, HasSubstr("orlop-r0.swap"));
+    EXPECT_THAT(text, HasSubstr("offset"));
+    EXPECT_THAT(text, HasSubstr("Input/output error"));
+    expect_resumes(std::move(engine));
+  }
+}
+
+TEST_F(SwapFaults, ShortLateAndRepeatedTransfersGiveTheSameBits) {
+  const Faults faults([](const IoRequest& request, uint64_t nth) {
+    if (nth % 5 == 1) return Fault::cut(request.bytes / 2 + nth % 97);
+    if (nth % 5 == 2) return Fault::fail(nth % 2 == 0 ? EINTR : EAGAIN);
+    return Fault::late(std::chrono::microseconds((nth * 7919) % 300));
+  });
+  const auto engine = open();
+  EXPECT_TRUE(same_bits(expected_, run(*engine, {.until = kLast})));
+}
+
+TEST_F(SwapFaults, AFlippedBitIsFoundBeforeItIsUsed) {
+  config_.nvme.verify = "full";
+  std::atomic<bool> broken{false};
+  const Faults faults([&](const IoRequest& request, uint64_t) {
+    return broken && request.op == IoOp::kRead ? Fault::flip(request.bytes / 2) : Fault::none();
+  });
+  auto engine = open();
+  run(*engine, {.until = 2});
+  engine->save_checkpoint(run_dir(), "", 1);
+  broken = true;
+  EXPECT_THAT(error_of_steps(*engine, 3, ErrorCode::kIo), HasSubstr("checksum"));
+  expect_resumes(std::move(engine));
+}
+
+TEST_F(SwapFaults, ASwapFileThatSomethingElseCutIsAnError) {
+  auto engine = open();
+  run(*engine, {.until = 2});
+  engine->save_checkpoint(run_dir(), "", 1);
+  fs::resize_file(folder_ / "swap" / "orlop-r0.swap", 8192);
+  EXPECT_THAT(error_of_steps(*engine, 3, ErrorCode::kIo), HasSubstr("orlop-r0.swap"));
+  expect_resumes(std::move(engine));
+}
+
+// The open file stays; only its name has gone.
+TEST_F(SwapFaults, ARemovedDirectoryDoesNotDisturbTheRun) {
+  const auto engine = open();
+  run(*engine, {.until = 2});
+  fs::remove_all(folder_ / "swap");
+  EXPECT_TRUE(same_states(expected_.states, run(*engine, {.from = 3, .until = kLast}).states));
+}
+
+TEST_F(SwapFaults, AFullDriveIsFoundAtTheStartWithTheBytesMissing) {
+  auto mount = nvme::Mount::tmpfs(1);
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  const size_t need = Engine::plan(model(), config_).nvme_bytes;
+  config_.nvme.paths = {mount.path()};
+  config_.limits.nvme_bytes = 2 * need;
+  const size_t available = fs::space(mount.path()).available;
+  spill(fs::path(mount.path()) / "ballast", std::string(available - need / 2, 'x'));
+  const std::string text = error_of(ErrorCode::kDoesNotFit, [&] { open(); });
+  EXPECT_THAT(text, HasSubstr(mount.path()));
+  EXPECT_THAT(text, HasSubstr("bytes are missing"));
+  fs::remove(fs::path(mount.path()) / "ballast");
+  EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast})));
+}
+
+TEST_F(SwapFaults, TooLittleNvmeIsRefusedByThePlanWithTheShortage) {
+  const size_t need = Engine::plan(model(), config_).nvme_bytes;
+  config_.limits.nvme_bytes = need - 1;
+  EXPECT_THAT(error_of(ErrorCode::kDoesNotFit, [&] { Engine::plan(model(), config_); }),
+              HasSubstr("nvme: needs at least"));
+  config_.limits.nvme_bytes = need;
+  EXPECT_EQ(Engine::plan(model(), config_).nvme_bytes, need);
+}
+
+TEST_F(SwapFaults, NoRoomForACheckpointIsFoundAtTheStart) {
+  auto mount = nvme::Mount::tmpfs(1);
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  config_.checkpoint_dir = mount.path() + "/run";
+  const size_t need = Engine::plan(model(), config_).checkpoint_bytes;
+  const size_t available = fs::space(mount.path()).available;
+  spill(fs::path(mount.path()) / "ballast", std::string(available - need / 2, 'x'));
+  EXPECT_THAT(error_of(ErrorCode::kDoesNotFit, [&] { open(); }), HasSubstr("a checkpoint takes"));
+  fs::remove(fs::path(mount.path()) / "ballast");
+  const auto engine = open();
+  run(*engine, {.until = 1});
+  EXPECT_NO_THROW(engine->save_checkpoint(config_.checkpoint_dir, "", 1));
+}
+
+// The step that would pass the limit is refused before it begins: what is there can be saved, and
+// goes on with a higher limit, though the count of the day stays.
+TEST_F(SwapFaults, TheLimitOfWritesPerDayStopsTheRunBetweenSteps) {
+  const size_t per_step = Engine::plan(model(), config_).nvme_written_bytes;
+  config_.limits.nvme_writes_per_day_bytes = 5 * per_step;
+  auto engine = open();
+  int64_t steps = 0;
+  const std::string text = error_of(ErrorCode::kDoesNotFit, [&] {
+    for (; steps < 10; ++steps) run(*engine, {.from = steps + 1, .until = steps + 1});
+  });
+  EXPECT_THAT(text, HasSubstr("limits.nvme_writes_per_day"));
+  EXPECT_GE(steps, 2);
+  EXPECT_LE(steps, 4);
+  EXPECT_LE(engine->stats().nvme_written_bytes, 5 * per_step);
+  EXPECT_EQ(engine->steps_done(), steps);
+  engine->save_checkpoint(run_dir(), "", 1);
+  engine.reset();
+
+  config_.limits.nvme_writes_per_day_bytes = 100 * per_step;
+  const auto resumed = open();
+  EXPECT_GT(resumed->stats().nvme_written_today_bytes, resumed->stats().nvme_written_bytes);
+  resumed->load_checkpoint(Engine::latest_checkpoint(run_dir()));
+  const RunRecord rest = run(*resumed, {.from = steps + 1, .until = kLast});
+  EXPECT_TRUE(same_states(expected_.states, rest.states));
+}
+
+TEST_F(SwapFaults, CountersTellWhatWasPlanned) {
+  const auto engine = open();
+  run(*engine, {.until = 1});
+  const Stats before = engine->stats();
+  engine->step(batches_of_step(config_, 61, 2));
+  std::vector<float> value(static_cast<size_t>(engine->tensors().front().shape.front() *
+                                               engine->tensors().front().shape.back()));
+  // Reading waits for the update; it reads chunks, and writes none.
+  engine->read_state(engine->tensors().front().name, StateKind::kMaster, value);
+  const Stats after = engine->stats();
+  EXPECT_EQ(after.nvme_written_bytes - before.nvme_written_bytes,
+            engine->plan().nvme_written_bytes);
+  EXPECT_GE(after.nvme_read_bytes - before.nvme_read_bytes, engine->plan().nvme_read_bytes);
+}
+
+}  // namespace
+}  // namespace orlop::test
