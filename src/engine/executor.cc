@@ -13,18 +13,26 @@ constexpr std::array<PlanLaneKind, 3> kDeviceLanes = {PlanLaneKind::kCompute, Pl
 // Compute copies on their way from the drives, as far as the main thread may run ahead of them.
 constexpr size_t kMaxSwapIns = 1024;
 
+bool is_on_device(const PlanOp& op) {
+  return std::find(kDeviceLanes.begin(), kDeviceLanes.end(), op.lane) != kDeviceLanes.end();
+}
+
 }  // namespace
 
 // Events and staging of one plan, made at its first walk.
 struct Executor::PlanState {
-  std::vector<std::unique_ptr<Event>> events;  // of operations that signal
-  std::vector<BatchStaging> staging;           // per micro-batch
+  // Of operations that signal. Walks take turns: the optimizer may come to wait for an event of a
+  // walk when the next one is under way; in that one, all updates of the first are waited for.
+  std::array<std::vector<std::unique_ptr<Event>>, 2> events;
+  size_t turn = 0;
+  std::vector<BatchStaging> staging;  // per micro-batch
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
-  std::vector<BatchView> batches;          // of the walk that is under way
-  std::vector<SwapLane::SwapIn> swap_ins;  // by operation
-  std::vector<uint32_t> tickets;           // likewise, of the walk that is under way
+  std::vector<BatchView> batches;                         // of the walk that is under way
+  std::array<std::vector<SwapLane::SwapIn>, 2> swap_ins;  // by operation, for the events of a turn
+  std::vector<uint32_t> tickets;  // of swap-ins, by operation, of the walk that is under way
+  std::vector<int> updates;       // by operation: which one of the host's updates it is
 };
 
 struct Executor::Walk {
@@ -79,12 +87,17 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   std::unique_ptr<PlanState>& slot = states_[&plan];
   if (slot) return *slot;
   slot = std::make_unique<PlanState>();
-  slot->events.resize(plan.ops.size());
-  slot->swap_ins.resize(plan.ops.size());
+  for (auto& events : slot->events) events.resize(plan.ops.size());
+  for (auto& swap_ins : slot->swap_ins) swap_ins.resize(plan.ops.size());
   slot->tickets.resize(plan.ops.size());
+  slot->updates.resize(plan.ops.size());
+  int updates = 0;
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
-    if (op.signals) slot->events[i] = backend_.make_event();
+    for (auto& events : slot->events) {
+      if (op.signals && is_on_device(op)) events[i] = backend_.make_event();
+    }
+    if (is_host_update(op.kind)) slot->updates[i] = updates++;
     if (op.kind == OpKind::kUploadBatch) {
       slot->staging.emplace_back(input_.shape.rows, sequence_length_, vocab_size_, max_positions_);
       ORLOP_INVARIANT(slot->staging.back().bytes() <= input_.batch_bytes());
@@ -93,7 +106,9 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
       slot->device_batches.push_back(
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
     }
-    if (op.kind == OpKind::kSwapInParam) slot->swap_ins[i] = make_swap_in(plan, op, *slot);
+    for (size_t turn = 0; op.kind == OpKind::kSwapInParam && turn < slot->swap_ins.size(); ++turn) {
+      slot->swap_ins[turn][i] = make_swap_in(plan, op, slot->events[turn]);
+    }
     if (op.kind == OpKind::kOffloadLoss) {
       slot->host_losses.resize(
           std::max(slot->host_losses.size(), static_cast<size_t>(op.micro_batch) + 1));
@@ -104,14 +119,21 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   return *slot;
 }
 
+// `events`: of the operations before it, by operation.
 SwapLane::SwapIn Executor::make_swap_in(const StepPlan& plan, const PlanOp& op,
-                                        const PlanState& state) const {
+                                        const std::vector<std::unique_ptr<Event>>& events) const {
   SwapLane::SwapIn swap_in;
   swap_in.param = op.param;
   swap_in.pieces = memory_.swap->copy_pieces(op.param, address(plan.buffer(op.uses.front())));
+  swap_in.after_update_before = op.after_update;
   for (const int wait : op.waits) {
-    ORLOP_INVARIANT(state.events[static_cast<size_t>(wait)] != nullptr);
-    swap_in.after.push_back(state.events[static_cast<size_t>(wait)].get());
+    const PlanOp& earlier = plan.ops[static_cast<size_t>(wait)];
+    if (is_on_device(earlier)) {
+      swap_in.after.push_back(events[static_cast<size_t>(wait)].get());
+    } else {
+      ORLOP_INVARIANT(earlier.lane == PlanLaneKind::kOptimizer);
+      swap_in.after_update = earlier.param;
+    }
   }
   return swap_in;
 }
@@ -145,6 +167,7 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
         "step: no token of the {} micro-batches has a label", input.batches.size());
   *reinterpret_cast<float*>(memory_.scalars + kLossScaleOffset) =
       input.loss_scale / static_cast<float>(walk.labelled_tokens);
+  state.turn = 1 - state.turn;
   order_after_previous_walk();
   for (size_t i = 0; i < plan.ops.size(); ++i) issue(walk, i);
   for (const PlanLaneKind lane : kDeviceLanes) queue_of(lane).synchronize();
@@ -163,22 +186,61 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
 // The order of the queues is the plan's also where a micro-batch is missing.
 void Executor::issue(Walk& walk, size_t index) {
   const PlanOp& op = walk.plan.ops[index];
-  if (is_host_update(op.kind)) return;
+  if (is_host_update(op.kind)) {
+    submit_update(walk, index);
+    return;
+  }
   if (op.kind == OpKind::kSwapInParam) {
-    walk.state.tickets[index] = swap_lane_->issue(walk.state.swap_ins[index], walk.input.version);
+    const SwapLane::SwapIn& swap_in = walk.state.swap_ins[walk.state.turn][index];
+    walk.state.tickets[index] =
+        swap_lane_->issue(swap_in, walk.input.version, walk.input.optimizer != nullptr);
     return;
   }
   Queue& queue = queue_of(op.lane);
+  issue_waits(walk, op, queue);
+  if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
+  if (op.signals) queue.record(*walk.state.events[walk.state.turn][index]);
+}
+
+void Executor::issue_waits(Walk& walk, const PlanOp& op, Queue& queue) {
+  const auto wait_update = [&](int param, uint32_t version) {
+    if (walk.input.optimizer == nullptr) return;
+    queue.wait_gate(memory_.gates[static_cast<size_t>(param)], version);
+  };
+  if (op.after_update >= 0) wait_update(op.after_update, walk.input.version);
   for (const int wait : op.waits) {
-    const size_t earlier = static_cast<size_t>(wait);
-    if (walk.plan.ops[earlier].lane == PlanLaneKind::kSwapIn) {
-      queue.wait_gate(swap_lane_->ended(), walk.state.tickets[earlier]);
+    const PlanOp& earlier = walk.plan.ops[static_cast<size_t>(wait)];
+    if (earlier.lane == PlanLaneKind::kOptimizer) {
+      wait_update(earlier.param, walk.input.version + 1);
+    } else if (earlier.lane == PlanLaneKind::kSwapIn) {
+      queue.wait_gate(swap_lane_->ended(), walk.state.tickets[static_cast<size_t>(wait)]);
     } else {
-      queue.wait(*walk.state.events[earlier]);
+      queue.wait(*walk.state.events[walk.state.turn][static_cast<size_t>(wait)]);
     }
   }
-  if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
-  if (op.signals) queue.record(*walk.state.events[index]);
+}
+
+// The optimizer's thread orders transfers and updates by the slots that they share. What came up
+// from a drive into the bytes of a gradient was uploaded before the gradient arrived, which is
+// waited for.
+void Executor::submit_update(Walk& walk, size_t index) {
+  if (walk.input.optimizer == nullptr) return;
+  const StepPlan& plan = walk.plan;
+  const PlanOp& op = plan.ops[index];
+  UpdateJob job;
+  job.op = walk.state.updates[index];
+  size_t arrivals = 0;
+  for (const int wait : op.waits) {
+    if (!is_on_device(plan.ops[static_cast<size_t>(wait)])) continue;
+    job.arrivals.at(arrivals++) =
+        walk.state.events[walk.state.turn][static_cast<size_t>(wait)].get();
+  }
+  if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kHost)) {
+    job.scalars = reinterpret_cast<const StepScalars*>(address(plan.buffer(*scalars)));
+  }
+  job.hyper = walk.input.hyper;
+  job.version = walk.input.version + 1;
+  walk.input.optimizer->submit(job);
 }
 
 void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
@@ -191,8 +253,6 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       }
       break;
     case OpKind::kUploadParam:
-      queue.wait_gate(memory_.gates[static_cast<size_t>(op.param)], walk.input.version);
-      [[fallthrough]];
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:
     case OpKind::kOffloadInput:
@@ -214,7 +274,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_round_grad(walk, op, queue);
       break;
     case OpKind::kFinishNorm:
-      issue_finish_norm(walk, queue);
+      issue_finish_norm(walk, op, queue);
       break;
     case OpKind::kOffloadScalars:
       queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
@@ -230,8 +290,9 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
   }
 }
 
-// A copy between the tiers: the operation's one host buffer and its one device buffer. A
-// FlatParam's state buffer is copied as far as its compute copy goes.
+// A copy between the tiers: the operation's one host buffer and its one device buffer, and the
+// StepScalars of an offloaded gradient. A FlatParam's state buffer is copied as far as its compute
+// copy goes.
 void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer* host = nullptr;
   const PlanBuffer* device = nullptr;
@@ -249,6 +310,11 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   } else {
     queue.offload(address(*host), address(*device), bytes);
     offloaded_bytes_ += bytes;
+  }
+  if (op.kind != OpKind::kOffloadGrad) return;
+  if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kDevice)) {
+    const BufferUse* to = find_use(plan, op, BufferKind::kScalars, Tier::kHost);
+    queue.offload(address(plan.buffer(*to)), address(plan.buffer(*scalars)), sizeof(StepScalars));
   }
 }
 
@@ -310,7 +376,8 @@ void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
   backend_.ops().round_grad(queue, args);
 }
 
-void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
+// Of all FlatParams: the step's norm, and clipping. Of one alone: whether its update is applied.
+void Executor::issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue) {
   const size_t params = input_.layout.flat_params.size();
   const std::byte* sums = address(walk.plan.buffers[static_cast<size_t>(walk.plan.norm_sums)]);
   FinishNormArgs args;
@@ -318,19 +385,27 @@ void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
   args.first_nonfinite = reinterpret_cast<const int64_t*>(sums + first_nonfinite_offset(params));
   args.params = static_cast<int64_t>(params);
   args.max_norm = walk.input.max_grad_norm;
+  if (op.param >= 0) {
+    args.square_sums += op.param;
+    args.first_nonfinite += op.param;
+    args.params = 1;
+    args.max_norm = 0;
+  }
   args.loss_scale = walk.input.loss_scale;
-  args.out = reinterpret_cast<StepScalars*>(device_scalars(walk.plan));
+  args.out = reinterpret_cast<StepScalars*>(
+      address(walk.plan.buffer(*find_use(walk.plan, op, BufferKind::kScalars, Tier::kDevice))));
   backend_.ops().finish_norm(queue, args);
 }
 
 void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   const StepPlan& plan = walk.plan;
   std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
-  const std::byte* grad =
-      address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
+  const std::byte* grad = address(plan.buffer(op.uses.front()));  // the gradient comes first
   const StatePlanes planes =
       state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
   std::byte* rest = state_address(planes, base).rest;
+  const auto* scalars = reinterpret_cast<const StepScalars*>(
+      address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kDevice))));
   const AdamHyper& hyper = walk.input.hyper;
   for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
     const size_t begin = static_cast<size_t>(run.begin);
@@ -346,7 +421,7 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
     args.exp_avg = rest + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
     args.exp_avg_sq = rest + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
     args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
-    args.scalars = reinterpret_cast<const StepScalars*>(device_scalars(plan));
+    args.scalars = scalars;
     args.numel = run.numel;
     args.rng_offset = run.begin;
     args.compute_dtype = input_.compute_dtype;

@@ -76,6 +76,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   }
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
+  input.updates_wait_for_norm =
+      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16;
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
@@ -155,13 +157,9 @@ void Session::upload_rope(std::byte* device) {
 
 HostUpdates Session::host_updates(uint64_t seed) {
   HostUpdates updates;
-  updates.gate_of_param = gates_;
+  updates.gates = gates_;
   for (const PlanOp& op : train_plan().ops) {
-    if (!is_host_update(op.kind)) continue;
-    updates.ops.push_back(update_op(op, seed));
-    if (updates.ops.back().is_last) {
-      updates.gates.push_back(gates_[static_cast<size_t>(op.param)]);
-    }
+    if (is_host_update(op.kind)) updates.ops.push_back(update_op(op, seed));
   }
   if (swap_ != nullptr) {
     updates.swapper = &swap_->swapper();
@@ -176,8 +174,6 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   UpdateOp update;
   update.param = op.param;
   const bool by_chunks = op.chunk.index >= 0;
-  const bool ends = !by_chunks || op.chunk.begin + op.chunk.numel == input().numel(op.param);
-  const bool copy_on_nvme = by_chunks && swap_->copy_is_on_nvme(op.param);
   if (by_chunks) {
     const BufferUse& slot = *find_use(plan, op, BufferKind::kSwapSlot, Tier::kHost);
     const auto found = std::find(plan.swap_slots.begin(), plan.swap_slots.end(), slot.buffer);
@@ -189,7 +185,6 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   switch (op.kind) {
     case OpKind::kHostAdam:
       update.parts = update_parts(op, seed);
-      update.opens_gate = ends && !copy_on_nvme;
       update.is_last = !by_chunks;
       break;
     case OpKind::kSwapInStates:
@@ -197,8 +192,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
       break;
     default:
       update.kind = UpdateOp::Kind::kSwapOut;
-      update.opens_gate = ends && copy_on_nvme;
-      update.is_last = ends;
+      update.is_last = op.chunk.begin + op.chunk.numel == input().numel(op.param);
   }
   return update;
 }

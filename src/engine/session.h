@@ -57,7 +57,7 @@ class Session {
   SwapSpace* swap() { return swap_.get(); }
   const SwapSpace* swap() const { return swap_.get(); }
 
-  // What the host updates after each step, in the order of next use.
+  // What the host updates in each step, in the plan's order.
   HostUpdates host_updates(uint64_t seed);
 
  private:

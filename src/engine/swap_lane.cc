@@ -41,8 +41,8 @@ SwapLane::~SwapLane() {
   changed_.wait(lock, [this] { return last_ended_ == issued_; });
 }
 
-uint32_t SwapLane::issue(const SwapIn& swap_in, uint32_t version) {
-  Item item{&swap_in, version, 0};
+uint32_t SwapLane::issue(const SwapIn& swap_in, uint32_t version, bool updates) {
+  Item item{&swap_in, version, updates, 0};
   {
     std::lock_guard lock(mutex_);
     item.ticket = ++issued_;
@@ -62,6 +62,16 @@ void SwapLane::run() {
   while (const std::optional<Item> item = items_.pop()) start(*item);
 }
 
+// False when an update has failed.
+bool SwapLane::await_updates(const Item& item) const {
+  if (!item.updates) return true;
+  const auto await = [&](int param, uint32_t version) {
+    return param < 0 || await_version(updated_[static_cast<size_t>(param)], version);
+  };
+  return await(item.swap_in->after_update_before, item.version) &&
+         await(item.swap_in->after_update, item.version + 1);
+}
+
 // Every piece ends exactly once, whatever happens.
 void SwapLane::start(const Item& item) {
   size_t started = 0;
@@ -69,7 +79,7 @@ void SwapLane::start(const Item& item) {
   try {
     for (Event* event : item.swap_in->after) event->synchronize();
     const size_t param = static_cast<size_t>(item.swap_in->param);
-    if (!await_version(updated_[param], item.version)) fail(nullptr);
+    if (!await_updates(item)) fail(nullptr);
     bool skipped = false;
     {
       std::lock_guard lock(mutex_);

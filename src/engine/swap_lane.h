@@ -25,7 +25,9 @@ class SwapLane {
   struct SwapIn {
     int param = -1;
     std::vector<SwapPiece> pieces;
-    std::vector<Event*> after;  // what used the memory before
+    std::vector<Event*> after;     // what used the memory before
+    int after_update = -1;         // FlatParam whose update of this step did, or -1
+    int after_update_before = -1;  // FlatParam whose update of the step before must be over
   };
 
   // `updated`: per FlatParam, the gate that says which version is on its way to the drives.
@@ -37,9 +39,10 @@ class SwapLane {
   SwapLane(const SwapLane&) = delete;
   SwapLane& operator=(const SwapLane&) = delete;
 
-  // Returns at once. The operation starts when FlatParam's gate has reached `version`; `swap_in`
-  // stays until it has ended, which it has when the gate has reached the number returned.
-  uint32_t issue(const SwapIn& swap_in, uint32_t version);
+  // Returns at once. `version`: what the step before made of FlatParams; without `updates` no
+  // update is waited for. `swap_in` stays until it has ended, which it has when the gate has
+  // reached the number returned.
+  uint32_t issue(const SwapIn& swap_in, uint32_t version, bool updates);
 
   Gate ended() const { return ended_; }
 
@@ -51,11 +54,13 @@ class SwapLane {
   struct Item {
     const SwapIn* swap_in = nullptr;
     uint32_t version = 0;
+    bool updates = true;
     uint32_t ticket = 0;
   };
 
   void run();
   void start(const Item& item);
+  bool await_updates(const Item& item) const;
   void fail(std::exception_ptr error);
   void end_piece(uint32_t ticket);
 

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <span>
@@ -13,6 +13,7 @@
 
 #include "backend/backend.h"
 #include "backend/ops.h"
+#include "base/bounded_queue.h"
 #include "base/completion.h"
 #include "base/trace.h"
 #include "cpu_adam/adam.h"
@@ -43,36 +44,37 @@ struct UpdateOp {
   int slot = -1;                  // index of the slot; -1: no drive takes part
   std::vector<UpdatePart> parts;  // kAdam
   std::vector<SwapPiece> pieces;  // kSwapIn, kSwapOut
-  bool opens_gate = false;        // the FlatParam's compute copy is the new one from here on
-  bool is_last = false;           // of this FlatParam in the step
+  bool is_last = false;           // of this FlatParam: with it its gate opens
 };
 
-// The update of every FlatParam that the host updates, in the plan's order.
+// The host updates of a plan, in its order.
 struct HostUpdates {
   std::vector<UpdateOp> ops;
-  std::vector<Gate> gates;  // of those FlatParams
-  std::vector<Gate> gate_of_param;
-  // Where states are on drives: what moves them, and the version of each FlatParam there, which
-  // the queue's thread owns while a job runs.
+  std::vector<Gate> gates;  // per FlatParam
+  // Where states are on drives: what moves them, and the version of each FlatParam there. The
+  // queue's thread writes it before it opens the gate.
   nvme::Swapper* swapper = nullptr;
   std::vector<int64_t>* versions = nullptr;
   int slots = 0;
 };
 
-// One step's update.
+// One operation in one step.
 struct UpdateJob {
-  StepScalars scalars;      // every gradient is in host memory when they are
-  AdamHyper hyper;          // weight_decay applies to parts that decay
-  uint32_t version = 0;     // what the gates become
-  int64_t engine_step = 0;  // for error messages
+  int op = -1;  // of HostUpdates::ops
+  // Gradient and scalars are in host memory when these have run. They may not be recorded again
+  // before the gate is open.
+  std::array<Event*, 3> arrivals{};
+  const StepScalars* scalars = nullptr;  // in host memory; of kAdam
+  AdamHyper hyper;                       // weight_decay applies to parts that decay
+  uint32_t version = 0;                  // what the gate becomes
 };
 
-// Runs host updates on its own thread ("optimizer"), which drives an OpenMP team. A gate opens as
-// soon as its FlatParam is written, so that the next forward can start under the rest of the
-// update; a compute copy that goes back to a drive may still be on its way there, and a swap-in
-// issued behind the gate comes after it. An operation waits for the transfer that its slot is in,
-// and for no other. After a failure every gate opens with Gate::kFailed and the next call throws
-// the first error.
+// Runs host updates on its own thread ("optimizer"), which waits for their gradients and drives an
+// OpenMP team. A gate opens as soon as its FlatParam is written, or is to stay as it is, so that
+// the next forward can start under the rest of the updates; what goes back to a drive may still be
+// on its way there, and a swap-in that is issued behind the gate comes after it. An operation waits
+// for the transfer that its slot is in, and for no other. After a failure every gate opens with
+// Gate::kFailed, further updates are left out, and the next call throws the first error.
 class OptimizerQueue {
  public:
   // `threads` drive each update.
@@ -81,41 +83,44 @@ class OptimizerQueue {
   OptimizerQueue(const OptimizerQueue&) = delete;
   OptimizerQueue& operator=(const OptimizerQueue&) = delete;
 
-  // Returns at once; jobs run in order. Throws the first error of an earlier job.
+  // Returns at once, unless two steps are queued; jobs run in order. Throws the first error of an
+  // earlier job.
   void submit(const UpdateJob& job);
 
-  // Waits until every submitted job is over and on its drives. Throws the first error.
+  // Waits until every submitted job is over, and on its drives. Throws the first error.
   void wait_idle();
-
-  // Nothing is queued or runs.
-  bool is_idle();
 
   // Seconds spent inside updates, and waiting for drives, so far.
   double busy_seconds() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
   double swap_wait_seconds() const { return static_cast<double>(swap_wait_ns_.load()) * 1e-9; }
 
  private:
+  // A slot as the queue's thread knows it.
+  struct Slot {
+    std::vector<Completion<>> transfers;  // under way
+    bool is_unchanged = false;            // by the update that was left out: nothing to write
+  };
+
   void run();
   void run_job(const UpdateJob& job);
   void run_adam(const UpdateOp& op, const UpdateJob& job);
   void start_transfers(const UpdateOp& op, const UpdateJob& job);
-  void wait_slot(int slot);
-  std::exception_ptr drain_slot(int slot) noexcept;
-  void add_span(const char* what, const UpdateOp& op, Tracer::Clock::time_point begin,
+  void wait_slot(const UpdateOp& op);
+  void fail(std::exception_ptr error);
+  void add_span(const char* what, int param, Tracer::Clock::time_point begin,
                 std::atomic<int64_t>& total);
-  void open_all_gates(uint32_t version);
 
   HostUpdates updates_;
   int threads_;
   Tracer* tracer_;
   std::atomic<int64_t> busy_ns_{0};
   std::atomic<int64_t> swap_wait_ns_{0};
-  std::vector<std::vector<Completion<>>> transfers_;  // per slot, under way; the thread's own
+  std::vector<Slot> slots_;
+  BoundedQueue<UpdateJob> jobs_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<UpdateJob> jobs_;
-  bool running_ = false;
-  bool closed_ = false;
+  uint64_t submitted_ = 0;
+  uint64_t finished_ = 0;
   std::exception_ptr error_;
   std::thread thread_;
 };

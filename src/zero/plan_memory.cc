@@ -44,9 +44,41 @@ struct LastUses {
   std::array<int, kPlanLanes> write;
 };
 
-}  // namespace
+// The last host update of a step that must be over before the next step reads, or writes, a buffer.
+struct UpdateBefore {
+  int read = -1;
+  int write = -1;
+};
 
-namespace {
+std::vector<UpdateBefore> updates_before(const StepPlan& plan,
+                                         const std::vector<std::vector<int>>& neighbours) {
+  std::vector<UpdateBefore> before(plan.buffers.size());
+  const int count = static_cast<int>(plan.ops.size());
+  for (int index = 0; index < count; ++index) {
+    const PlanOp& op = plan.ops[static_cast<size_t>(index)];
+    if (op.lane != PlanLaneKind::kOptimizer) continue;
+    for (const BufferUse& use : op.uses) {
+      UpdateBefore& own = before[static_cast<size_t>(use.buffer)];
+      own.write = index;
+      if (use.write) own.read = index;
+      for (const int other : neighbours[static_cast<size_t>(use.buffer)]) {
+        before[static_cast<size_t>(other)] = {index, index};
+      }
+    }
+  }
+  return before;
+}
+
+// The last host update of every FlatParam.
+std::vector<int> last_updates(const StepPlan& plan) {
+  std::vector<int> updates;
+  for (size_t index = 0; index < plan.ops.size(); ++index) {
+    const size_t param = static_cast<size_t>(std::max(plan.ops[index].param, 0));
+    if (param >= updates.size()) updates.resize(param + 1, -1);
+    if (plan.ops[index].kind == OpKind::kHostAdam) updates[param] = static_cast<int>(index);
+  }
+  return updates;
+}
 
 // Places one tier's buffers and returns the size of its arena.
 size_t assign_tier(std::vector<PlanBuffer>& buffers, Tier tier) {
@@ -98,11 +130,17 @@ void derive_waits(StepPlan& plan) {
       }
     }
   }
+  const std::vector<UpdateBefore> before = updates_before(plan, neighbours);
+  constexpr auto kOptimizer = static_cast<size_t>(PlanLaneKind::kOptimizer);
+  std::array<int, kPlanLanes> known_before;  // updates of the step before, per lane
+  known_before.fill(-1);
+  const std::vector<int> updates = last_updates(plan);
   std::vector<LastUses> last(plan.buffers.size());
   for (size_t index = 0; index < plan.ops.size(); ++index) {
     PlanOp& op = plan.ops[index];
     std::array<int, kPlanLanes> needed;
     needed.fill(-1);
+    int needed_before = -1;
     for (const BufferUse& use : op.uses) {
       const auto need = [&](const std::array<int, kPlanLanes>& uses) {
         for (size_t lane = 0; lane < needed.size(); ++lane) {
@@ -111,6 +149,8 @@ void derive_waits(StepPlan& plan) {
       };
       const LastUses& own = last[static_cast<size_t>(use.buffer)];
       need(use.write ? own.any : own.write);
+      const UpdateBefore& update = before[static_cast<size_t>(use.buffer)];
+      needed_before = std::max(needed_before, use.write ? update.write : update.read);
       // A neighbour's bytes were another buffer's: whatever touched them must be over.
       for (const int other : neighbours[static_cast<size_t>(use.buffer)]) {
         need(last[static_cast<size_t>(other)].any);
@@ -121,6 +161,17 @@ void derive_waits(StepPlan& plan) {
         op.waits.push_back(needed[lane]);
         plan.ops[static_cast<size_t>(needed[lane])].signals = true;
       }
+    }
+    if (op.kind == OpKind::kSwapInParam) {
+      needed_before = std::max(needed_before, updates[static_cast<size_t>(op.param)]);
+    }
+    // An update of this step runs after all of the step before.
+    int& known = known_before[static_cast<size_t>(op.lane)];
+    if (needed[kOptimizer] >= 0 || is_host_update(op.kind)) {
+      known = static_cast<int>(plan.ops.size());
+    } else if (needed_before > known) {
+      op.after_update = plan.ops[static_cast<size_t>(needed_before)].param;
+      known = needed_before;
     }
     for (const BufferUse& use : op.uses) {
       LastUses& uses = last[static_cast<size_t>(use.buffer)];

@@ -19,7 +19,8 @@ const char* purpose(const PlanBuffer& buffer) {
     case BufferKind::kGrad:
       return host ? "gradients, parked between waves" : "gradients, fp32";
     case BufferKind::kRoundedGrad:
-      return host ? "gradients, waiting for the norm" : "gradients, rounded";
+      if (!host) return "gradients, rounded";
+      return buffer.persistent ? "gradients, waiting for the norm" : "gradients, being read";
     case BufferKind::kInput:
       return "block inputs";
     case BufferKind::kActivationGrad:
@@ -82,8 +83,8 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.nvme_bytes = plan.nvme_bytes;
   report.nvme_budget_bytes = budgets.nvme_bytes;
   for (const PlanOp& op : plan.ops) {
-    (op.lane == PlanLaneKind::kSwapIn ? report.nvme_read_bytes : report.nvme_written_bytes) +=
-        op.swap_bytes;
+    const bool writes = op.kind == OpKind::kSwapOutStates;
+    (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
   report.checkpoint_bytes = static_cast<size_t>(input.layout.trainable_numel()) *
                             (sizeof(float) + 2 * dtype_bytes(input.moment_dtype));
@@ -110,14 +111,16 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
   report.activations_on_device = planned.placement.activations_on_device;
+  report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
   report.optimizer_seconds = time.optimizer_seconds;
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     const auto kind = static_cast<PlanLaneKind>(lane);
-    const bool is_drive = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kSwapOut;
-    if (is_drive && plan.nvme_bytes == 0) continue;
+    const bool of_drives = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kStatesIn ||
+                           kind == PlanLaneKind::kStatesOut;
+    if (of_drives && plan.nvme_bytes == 0) continue;
     report.lanes.push_back({lane_name(kind), time.busy_seconds[lane], time.stall_seconds[lane]});
   }
   report.time_is_measured = profile.is_measured;
@@ -135,10 +138,10 @@ std::string PlanReport::to_text() const {
                       format_bytes(state_bytes), format_bytes(host_bytes),
                       format_bytes(host_budget_bytes));
   text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, "
-      "block "
-      "inputs on the {}\n",
-      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
+      "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
+      "block inputs on the {}\n",
+      resident_blocks, blocks, device_optimizer_blocks,
+      updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   if (nvme_bytes > 0) {
     text += fmt::format(
@@ -189,6 +192,7 @@ std::string PlanReport::to_json() const {
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
                              {"activations_on_device", activations_on_device},
+                             {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},

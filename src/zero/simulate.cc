@@ -42,7 +42,6 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
   std::vector<double> end(plan.ops.size(), 0);
   std::vector<double> new_gates = update.gates;
   const std::vector<bool> on_nvme = copies_on_nvme(input, plan);
-  double norm_known = start;
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
     const size_t lane = lane_index(op.lane);
@@ -57,14 +56,13 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       }
       ready = std::max(ready, over);
     }
-    if (op.kind == OpKind::kUploadParam || op.kind == OpKind::kSwapInParam)
-      ready = std::max(ready, update.gates[static_cast<size_t>(op.param)]);
-    if (updates) ready = std::max(ready, norm_known);
+    if (op.after_update >= 0) {
+      ready = std::max(ready, update.gates[static_cast<size_t>(op.after_update)]);
+    }
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;
     lane_free = end[i];
-    if (op.kind == OpKind::kOffloadScalars) norm_known = end[i];
     if (op.kind == OpKind::kHostAdam) result.optimizer_seconds += seconds;
     if (updates && op.kind != OpKind::kSwapInStates) {
       // A compute copy on the drives must be back there; one in memory is there with the update.
@@ -139,7 +137,8 @@ Simulation simulate(const PlanInput& input, const StepPlan& plan, const Hardware
   Simulation result;
   const double over = walk(input, plan, profile, start, update, result);
   const double drives = result.busy_seconds[lane_index(PlanLaneKind::kSwapIn)] +
-                        result.busy_seconds[lane_index(PlanLaneKind::kSwapOut)];
+                        result.busy_seconds[lane_index(PlanLaneKind::kStatesIn)] +
+                        result.busy_seconds[lane_index(PlanLaneKind::kStatesOut)];
   result.step_seconds = std::max(over - start, drives);
   return result;
 }

@@ -136,8 +136,10 @@ const char* lane_name(PlanLaneKind lane) {
       return "optimizer";
     case PlanLaneKind::kSwapIn:
       return "swap_in";
-    case PlanLaneKind::kSwapOut:
-      return "swap_out";
+    case PlanLaneKind::kStatesIn:
+      return "state_in";
+    case PlanLaneKind::kStatesOut:
+      return "state_out";
   }
   return "?";
 }
@@ -204,6 +206,10 @@ std::string StepPlan::to_text(const PlanInput& input) const {
                           buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);
+    if (op.after_update >= 0) {
+      text += fmt::format(" <update of {}",
+                          input.layout.flat_params[static_cast<size_t>(op.after_update)].name);
+    }
     text += '\n';
   }
   return text;

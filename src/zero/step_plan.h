@@ -29,6 +29,9 @@ struct PlanInput {
   size_t device_fixed_bytes =
       0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
+  // Clipping and fp16 need every gradient before the first update. Without them a FlatParam's
+  // update starts inside backward, as soon as its gradient is there.
+  bool updates_wait_for_norm = true;
 
   size_t activation_bytes() const;             // one block input of one micro-batch
   size_t batch_bytes() const;                  // index arrays of one micro-batch
@@ -71,14 +74,25 @@ struct PlacementPlan {
   int64_t chunk_numel = kChunkGranule;  // elements of a StateChunk
   int swap_slots = 4;                   // host buffers through which chunks pass
   int swap_ahead = 0;                   // visits by which compute copies leave the drives earlier
+  // Where updates start inside backward: FlatParams whose gradient may lie in host memory at once.
+  int gradients_in_flight = 1;
 
   bool uses_nvme() const;
   std::vector<StateChunk> chunks(int64_t numel) const;
 };
 
-// Operations of one lane run, and end, in order.
-enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer, kSwapIn, kSwapOut };
-inline constexpr int kPlanLanes = 6;
+// Operations of one lane run, and end, in order. Drives have three: compute copies on their way to
+// the device, and states on their way to and from an update.
+enum class PlanLaneKind : uint8_t {
+  kCompute,
+  kUpload,
+  kOffload,
+  kOptimizer,
+  kSwapIn,
+  kStatesIn,
+  kStatesOut
+};
+inline constexpr int kPlanLanes = 7;
 
 const char* lane_name(PlanLaneKind lane);
 
@@ -94,9 +108,9 @@ enum class OpKind : uint8_t {
                   // backward pass hands to the embedding
   kUnparkGrad,    // and back
   kRoundGrad,     // param: to the optimizer's dtype, with its share of the norm
-  kOffloadGrad,   // param: rounded gradient to pinned memory
+  kOffloadGrad,   // param: rounded gradient to pinned memory, and its own StepScalars if it has any
   kOffloadLoss,   // micro_batch: loss of every row
-  kFinishNorm,    // all square sums -> StepScalars
+  kFinishNorm,    // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
   kHostAdam,        // param, or one chunk of it
@@ -108,7 +122,7 @@ enum class OpKind : uint8_t {
 enum class BufferKind : uint8_t {
   kParam,        // param: compute copy
   kGrad,         // param: fp32; in the host tier: parked
-  kRoundedGrad,  // param; in the host tier: waits there for the norm
+  kRoundedGrad,  // param; in the host tier: waits there for its update
   kNormScratch,
   kInput,           // block, micro_batch: block input
   kActivationGrad,  // micro_batch: gradient that travels down the blocks
@@ -118,7 +132,7 @@ enum class BufferKind : uint8_t {
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
   kNormSums,  // square sums and first non-finite index of every FlatParam
-  kScalars,   // StepScalars and the loss scale
+  kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
   kSwapSlot,  // chunk under update: compute copy if it comes from a drive, then the other planes
 };
 
@@ -154,6 +168,9 @@ struct PlanOp {
   std::vector<BufferUse> uses;
   std::vector<int>
       waits;  // earlier operations of other lanes that must have run; at most one per lane
+  // FlatParam whose update, which the step before made, must be over; with it, as updates run in
+  // order, are those before it. -1: none.
+  int after_update = -1;
   bool signals = false;  // an operation of another lane waits for this one
 };
 

@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <map>
+#include <deque>
 #include <utility>
 
 #include "base/bytes.h"
@@ -66,7 +66,9 @@ class Builder {
     int parked = -1;         // fp32 gradient in pinned memory
     int resident_copy = -1;  // persistent buffers
     int state = -1;          // -1: on the drives
-    int rounded = -1;  // where the rounded gradient waits: host, or device for a device update
+    int rounded = -1;  // where the rounded gradient waits for the norm, in the tier of the update
+    int scalars = -1;  // its own StepScalars, where it does not wait
+    int host_scalars = -1;
   };
 
   // ---- buffers
@@ -109,7 +111,7 @@ class Builder {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
       const bool on_nvme = home.optimizer == Tier::kNvme;
-      const Tier tier = on_nvme ? Tier::kHost : home.optimizer;  // of gradients, always in memory
+      const Tier tier = on_nvme ? Tier::kHost : home.optimizer;  // of the update
       if (on_nvme) {
         if (home.copy == Tier::kHost) {
           state.host_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
@@ -120,8 +122,7 @@ class Builder {
             add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
         if (tier == Tier::kHost) state.host_copy = state.state;
       }
-      state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
-                                       input_.rounded_grad_bytes(param), tier, true);
+      add_scalar_buffers(param, tier);
       if (tier == Tier::kDevice) {
         state.resident_copy = state.state;  // the compute copy is the first plane of the states
       } else if (home.resident) {
@@ -132,12 +133,27 @@ class Builder {
     add_swap_slots();
   }
 
+  // In the order of next use, or, inside backward, in which gradients are complete.
+  std::vector<int> update_order() const {
+    std::vector<int> order;
+    const int params = static_cast<int>(params_.size());
+    for (int param = 0; param < params; ++param) order.push_back(param);
+    if (input_.updates_wait_for_norm) return order;
+    order.clear();
+    for (int b = static_cast<int>(input_.layout.blocks.size()) - 1; b >= 0; --b) {
+      for (const int param : block(b).flat_params) {
+        if (last_user(param) == b) order.push_back(param);
+      }
+    }
+    return order;
+  }
+
   void add_swap_slots() {
     size_t slot_bytes = 0;
-    for (size_t param = 0; param < params_.size(); ++param) {
-      if (placement_.params[param].optimizer != Tier::kNvme) continue;
-      for (const StateChunk& chunk : placement_.chunks(input_.numel(static_cast<int>(param)))) {
-        chunks_.push_back({static_cast<int>(param), chunk});
+    for (const int param : update_order()) {
+      if (placement_.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
+      for (const StateChunk& chunk : placement_.chunks(input_.numel(param))) {
+        chunks_.push_back({param, chunk});
         slot_bytes = std::max(slot_bytes, chunk_bytes(chunks_.back()));
         plan_.nvme_bytes += chunk_bytes(chunks_.back());
       }
@@ -155,6 +171,21 @@ class Builder {
   size_t chunk_bytes(const ChunkOfParam& piece) const {
     return chunk_rest_bytes(input_, piece.chunk) +
            (copy_is_on_nvme(piece.param) ? chunk_copy_bytes(input_, piece.chunk) : 0);
+  }
+
+  void add_scalar_buffers(int param, Tier tier) {
+    ParamState& state = params_[static_cast<size_t>(param)];
+    if (input_.updates_wait_for_norm) {
+      state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
+                                       input_.rounded_grad_bytes(param), tier, true);
+      return;
+    }
+    state.scalars =
+        add_param_buffer(BufferKind::kScalars, param, kDeviceAlignment, Tier::kDevice, true);
+    if (tier == Tier::kHost) {
+      state.host_scalars =
+          add_param_buffer(BufferKind::kScalars, param, kDeviceAlignment, Tier::kHost, true);
+    }
   }
 
   // ---- operations
@@ -481,74 +512,113 @@ class Builder {
           param;
       return;
     }
-    const bool on_device = placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
-    const bool is_fp32 = input_.compute_dtype == DType::kF32;
-    const int scratch = add_param_buffer(BufferKind::kNormScratch, param,
-                                         input_.norm_scratch_bytes[static_cast<size_t>(param)]);
-    std::vector<BufferUse> uses = {{grad, false}, {scratch, true}, {sums_, true}};
-    // fp32 gradients that go to the host are read where they are; nothing is rounded.
-    int rounded = grad;
-    if (on_device) {
-      rounded = state.rounded;
-    } else if (!is_fp32) {
-      rounded = add_param_buffer(BufferKind::kRoundedGrad, param, input_.rounded_grad_bytes(param));
-    }
-    if (rounded != grad) uses.push_back({rounded, true});
-    emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, uses).param = param;
-    if (!on_device) {
+    const int rounded = round_grad(param, grad);
+    if (!input_.updates_wait_for_norm) {
+      update_now(param, rounded);
+    } else if (!is_on_device(param)) {
       emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload, {{rounded, false}, {state.rounded, true}})
           .param = param;
     }
   }
 
-  void finish_step() {
-    emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
-    emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
-         {{scalars_, false}, {host_scalars_, true}});
-    size_t swapped_in = 0;
-    size_t updated = 0;  // chunks
-    const int params = static_cast<int>(params_.size());
-    for (int param = 0; param < params; ++param) {  // the order of next use
-      switch (placement_.params[static_cast<size_t>(param)].optimizer) {
-        case Tier::kDevice:
-          emit_adam(OpKind::kDeviceAdam, param, params_[static_cast<size_t>(param)].state);
-          break;
-        case Tier::kHost:
-          emit_adam(OpKind::kHostAdam, param, params_[static_cast<size_t>(param)].state);
-          break;
-        case Tier::kNvme:
-          for (; updated < chunks_.size() && chunks_[updated].param == param; ++updated) {
-            update_chunk(updated, swapped_in);
-          }
-          break;
-      }
+  // Returns the buffer that holds the rounded gradient. fp32 is read where it is, unless it has to
+  // wait on the device.
+  int round_grad(int param, int grad) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    const int scratch = add_param_buffer(BufferKind::kNormScratch, param,
+                                         input_.norm_scratch_bytes[static_cast<size_t>(param)]);
+    std::vector<BufferUse> uses = {{grad, false}, {scratch, true}, {sums_, true}};
+    int rounded = grad;
+    if (is_on_device(param) && input_.updates_wait_for_norm) {
+      rounded = state.rounded;
+    } else if (input_.compute_dtype != DType::kF32) {
+      rounded = add_param_buffer(BufferKind::kRoundedGrad, param, input_.rounded_grad_bytes(param));
+    }
+    if (rounded != grad) uses.push_back({rounded, true});
+    emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, uses).param = param;
+    return rounded;
+  }
+
+  // The update of one FlatParam inside backward: nothing of this step reads its weights any more.
+  void update_now(int param, int rounded) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {state.scalars, true}})
+        .param = param;
+    if (is_on_device(param)) {
+      emit_update(param, rounded, state.scalars);
+      return;
+    }
+    const int host = add_param_buffer(BufferKind::kRoundedGrad, param,
+                                      input_.rounded_grad_bytes(param), Tier::kHost);
+    keep_in_flight(host);
+    emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload,
+         {{rounded, false}, {state.scalars, false}, {host, true}, {state.host_scalars, true}})
+        .param = param;
+    emit_update(param, host, state.host_scalars);
+  }
+
+  // The gradient that arrives next in host memory takes the place of the one that came
+  // gradients_in_flight before it; those between keep theirs.
+  void keep_in_flight(int host_grad) {
+    const int next = static_cast<int>(plan_.ops.size());
+    in_flight_.push_back(host_grad);
+    if (static_cast<int>(in_flight_.size()) > placement_.gradients_in_flight) {
+      in_flight_.pop_front();
+    }
+    for (const int earlier : in_flight_) {
+      PlanBuffer& buffer = plan_.buffers[static_cast<size_t>(earlier)];
+      buffer.last_op = std::max(buffer.last_op, next);
     }
   }
 
-  PlanOp& emit_adam(OpKind kind, int param, int states) {
-    const bool on_device = kind == OpKind::kDeviceAdam;
-    const ParamState& state = params_[static_cast<size_t>(param)];
-    PlanOp& op = emit(
-        kind, on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
-        {{state.rounded, false}, {on_device ? scalars_ : host_scalars_, false}, {states, true}});
+  void emit_update(int param, int grad, int scalars) {
+    const int states = params_[static_cast<size_t>(param)].state;
+    switch (placement_.params[static_cast<size_t>(param)].optimizer) {
+      case Tier::kDevice:
+        emit_adam(OpKind::kDeviceAdam, param, {grad, scalars, states});
+        break;
+      case Tier::kHost:
+        emit_adam(OpKind::kHostAdam, param, {grad, scalars, states});
+        break;
+      case Tier::kNvme:
+        while (updated_ < chunks_.size() && chunks_[updated_].param == param) {
+          update_chunk(grad, scalars);
+        }
+        break;
+    }
+  }
+
+  struct AdamBuffers {
+    int grad;
+    int scalars;
+    int states;
+  };
+
+  // The gradient is the operation's first use.
+  PlanOp& emit_adam(OpKind kind, int param, const AdamBuffers& buffers) {
+    const PlanLaneKind lane =
+        kind == OpKind::kDeviceAdam ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer;
+    PlanOp& op =
+        emit(kind, lane, {{buffers.grad, false}, {buffers.scalars, false}, {buffers.states, true}});
     op.param = param;
     return op;
   }
 
-  // Chunk `index` is updated in its slot and goes back to its drive. The ones behind it are on
+  // The next chunk is updated in its slot and goes back to its drive. The ones behind it are on
   // their way in, but for the slot of the one before it, which is on its way out.
-  void update_chunk(size_t index, size_t& swapped_in) {
+  void update_chunk(int grad, int scalars) {
     const size_t slots = static_cast<size_t>(placement_.swap_slots);
     const size_t ahead = slots > 2 ? slots - 1 : slots;
-    for (; swapped_in < std::min(chunks_.size(), index + ahead); ++swapped_in) {
-      emit_swap(OpKind::kSwapInStates, PlanLaneKind::kSwapIn, swapped_in);
+    for (; states_in_ < std::min(chunks_.size(), updated_ + ahead); ++states_in_) {
+      emit_swap(OpKind::kSwapInStates, PlanLaneKind::kStatesIn, states_in_);
     }
-    const ChunkOfParam& piece = chunks_[index];
-    PlanOp& adam = emit_adam(OpKind::kHostAdam, piece.param, slot_of(index));
+    const ChunkOfParam& piece = chunks_[updated_];
+    PlanOp& adam = emit_adam(OpKind::kHostAdam, piece.param, {grad, scalars, slot_of(updated_)});
     adam.chunk = piece.chunk;
     const ParamState& state = params_[static_cast<size_t>(piece.param)];
     if (state.host_copy >= 0) add_use(adam, {state.host_copy, true});
-    emit_swap(OpKind::kSwapOutStates, PlanLaneKind::kSwapOut, index);
+    emit_swap(OpKind::kSwapOutStates, PlanLaneKind::kStatesOut, updated_);
+    ++updated_;
   }
 
   void emit_swap(OpKind kind, PlanLaneKind lane, size_t index) {
@@ -560,6 +630,18 @@ class Builder {
 
   int slot_of(size_t chunk) const {
     return plan_.swap_slots[chunk % static_cast<size_t>(placement_.swap_slots)];
+  }
+
+  void finish_step() {
+    emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
+    emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
+         {{scalars_, false}, {host_scalars_, true}});
+    if (!input_.updates_wait_for_norm) return;
+    const int params = static_cast<int>(params_.size());
+    for (int param = 0; param < params; ++param) {  // the order of next use
+      emit_update(param, params_[static_cast<size_t>(param)].rounded,
+                  is_on_device(param) ? scalars_ : host_scalars_);
+    }
   }
 
   StepPlan finish() {
@@ -584,6 +666,9 @@ class Builder {
 
   // ---- small helpers
 
+  bool is_on_device(int param) const {
+    return placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
+  }
   const BlockLayout& block(int b) const { return input_.layout.blocks[static_cast<size_t>(b)]; }
   size_t loss_bytes() const { return static_cast<size_t>(input_.shape.rows) * sizeof(float); }
   int& input(int b, int mb) {
@@ -620,11 +705,14 @@ class Builder {
   size_t swapped_in_ = 0;             // fetches whose way from the drives has been issued
   size_t brought_up_ = 0;             // likewise to the device
   std::vector<ChunkOfParam> chunks_;  // on the drives, in the order of their updates
+  size_t states_in_ = 0;              // chunks that have been swapped in
+  size_t updated_ = 0;                // and updated
   std::vector<int> batches_;
   std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
   std::vector<std::vector<int>> host_inputs_;  // likewise
   std::vector<int> activation_grads_;          // [micro-batch] on the device
   std::vector<int> parked_activation_grads_;   // likewise, in pinned memory between waves
+  std::deque<int> in_flight_;                  // gradients in host memory, the oldest first
   int wave_begin_ = 0;
   int wave_end_ = 0;
   bool last_wave_ = true;
