@@ -29,6 +29,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "block workspace";
     case BufferKind::kState:
       return "masters and moments";
+    case BufferKind::kSnapshot:
+      return "snapshot for saves";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -104,6 +106,10 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  const SaveSimulation save = simulate_save(input, plan, profile);
+  report.save_bytes = save.bytes;
+  report.save_seconds = save.seconds;
+  report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
   return report;
 }
@@ -139,6 +145,9 @@ std::string PlanReport::to_text() const {
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  text += fmt::format(
+      "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
+      format_bytes(save_bytes), save_seconds, save_stall_seconds);
   return text;
 }
 
@@ -162,6 +171,9 @@ std::string PlanReport::to_json() const {
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"save_bytes", save_bytes},
+                             {"save_seconds", save_seconds},
+                             {"save_stall_seconds", save_stall_seconds},
                              {"time_is_measured", time_is_measured}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(
