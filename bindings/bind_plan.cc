@@ -41,6 +41,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("prefetch_depth", &PlanReport::prefetch_depth)
       .def_readonly("waves", &PlanReport::waves)
       .def_readonly("activations_on_device", &PlanReport::activations_on_device)
+      .def_readonly("forward_flops", &PlanReport::forward_flops)
+      .def_readonly("matmul_flop_per_s", &PlanReport::matmul_flop_per_s)
       .def_readonly("save_bytes", &PlanReport::save_bytes)
       .def_readonly("save_seconds", &PlanReport::save_seconds)
       .def_readonly("save_stall_seconds", &PlanReport::save_stall_seconds)

@@ -47,6 +47,8 @@ struct ORLOP_EXPORT PlanReport {
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone
   double optimizer_seconds = 0;      // the host update alone
+  double forward_flops = 0;          // of all micro-batches, one forward pass
+  double matmul_flop_per_s = 0;      // of large matmuls, as measured here; 0: not measured
   size_t save_bytes = 0;             // of one checkpoint
   double save_seconds = 0;           // to write it
   double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it

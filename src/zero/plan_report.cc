@@ -106,6 +106,9 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  for (const double flops : input.forward_flops)
+    report.forward_flops += flops * input.micro_batches;
+  if (profile.is_measured) report.matmul_flop_per_s = profile.matmul_flop_per_s;
   const SaveSimulation save = simulate_save(input, plan, profile);
   report.save_bytes = save.bytes;
   report.save_seconds = save.seconds;
@@ -171,6 +174,7 @@ std::string PlanReport::to_json() const {
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"forward_flops", forward_flops},
                              {"save_bytes", save_bytes},
                              {"save_seconds", save_seconds},
                              {"save_stall_seconds", save_stall_seconds},
