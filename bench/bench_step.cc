@@ -142,7 +142,7 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement = {};
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
-  Session session(make_planning(model_dir, config, nullptr), config);
+  Session session(make_planning(model_dir, config, nullptr), config, nullptr);
   // Zeros would draw less power and run faster than real weights.
   init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",

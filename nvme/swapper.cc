@@ -1,11 +1,14 @@
 #include "nvme/swapper.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <set>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -25,6 +28,16 @@ constexpr int64_t kNoVersion = -1;
 uint64_t checksum_seed(const SwapRequest& request) {
   return (static_cast<uint64_t>(request.key.shard) << 40) ^
          (static_cast<uint64_t>(request.key.chunk) << 20) ^ static_cast<uint64_t>(request.version);
+}
+
+// Directories on one file system share its drive evenly, whatever that can do.
+bool lie_apart(std::span<const std::unique_ptr<ShardFile>> files) {
+  std::set<dev_t> devices;
+  for (const auto& file : files) {
+    struct stat info {};
+    if (::fstat(file->fd(), &info) == 0) devices.insert(info.st_dev);
+  }
+  return devices.size() > 1;
 }
 
 // Both ways one after the other, as a step does.
@@ -120,9 +133,10 @@ void Swapper::start_up(const SwapperOptions& options) {
         ShardFileOptions{directory, options.rank, run_id, options.direct}));
     state.alignment = std::max(state.alignment, state.files.back()->alignment());
   }
+  const bool measures = options.bandwidths.empty() && lie_apart(state.files);
   std::vector<double> weights = options.bandwidths;
   if (weights.empty()) {
-    for (auto& file : state.files) weights.push_back(count > 1 ? measure(*queue_, *file) : 1);
+    for (auto& file : state.files) weights.push_back(measures ? measure(*queue_, *file) : 1);
   }
   for (const double weight : weights) {
     check(weight > 0, ErrorCode::kUsage, "a swap directory has a bandwidth of {}", weight);
@@ -140,7 +154,8 @@ void Swapper::start_up(const SwapperOptions& options) {
     file.reserve(state.alignment, bytes, static_cast<uint64_t>(records));
     queue_->with_backend([&](IoBackend& backend) { backend.register_file(file.fd()); });
     state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
-                            file.direct_io().why_not, count > 1 ? weights[i] : 0, bytes});
+                            file.direct_io().why_not,
+                            measures || !options.bandwidths.empty() ? weights[i] : 0, bytes});
   }
   if (state.writes_per_day > 0) {
     state.ledger = WriteLedger(

@@ -21,7 +21,7 @@ namespace orlop::nvme {
 struct SwapperOptions {
   std::vector<std::string> directories;  // one per drive
   std::vector<double>
-      bandwidths;  // of the directories, any unit; empty: measured if there are several
+      bandwidths;  // of the directories, any unit; empty: measured if they lie on several drives
   std::vector<ChunkSpec>
       chunks;  // all that will ever be swapped; neighbours go to different drives
   int rank = 0;
@@ -59,7 +59,7 @@ struct DriveInfo {
   std::string file_system;
   bool direct = false;
   std::string why_not_direct;
-  double bandwidth = 0;  // as given or measured (GiB/s); 0 for a single drive
+  double bandwidth = 0;  // as given or measured (GiB/s); 0 when there was nothing to choose
   uint64_t bytes = 0;    // of extents
 };
 

@@ -53,6 +53,9 @@ struct LimitsConfig {
   std::optional<size_t> nvme_bytes;
   // Wear: a step that would write more to the drives than this since midnight UTC is refused.
   std::optional<uint64_t> nvme_writes_per_day_bytes;
+  // Of the host bytes, for copies of states that a save in the background makes so that updates
+  // need not wait until they are written.
+  size_t snapshot_bytes = 0;
 };
 
 // Where states are swapped to that host memory does not hold.

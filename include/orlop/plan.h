@@ -39,7 +39,6 @@ struct ORLOP_EXPORT PlanReport {
   size_t nvme_budget_bytes = 0;
   size_t nvme_read_bytes = 0;     // per step
   size_t nvme_written_bytes = 0;  // likewise
-  size_t checkpoint_bytes = 0;    // of one checkpoint
   size_t state_bytes = 0;         // masters and moments of every parameter
   std::vector<PlanLine> lines;
   int blocks = 0;
@@ -54,6 +53,11 @@ struct ORLOP_EXPORT PlanReport {
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone
   double optimizer_seconds = 0;      // the host update alone
+  double forward_flops = 0;          // of all micro-batches, one forward pass
+  double matmul_flop_per_s = 0;      // of large matmuls, as measured here; 0: not measured
+  size_t save_bytes = 0;             // of one checkpoint
+  double save_seconds = 0;           // to write it
+  double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
       false;  // false: from default bandwidths, not from `orlop doctor --measure`

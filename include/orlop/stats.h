@@ -23,6 +23,7 @@ struct Stats {
   double optimizer_seconds = 0;           // time inside host updates
   double optimizer_exposed_seconds = 0;   // of it, time the main thread waited
   double swap_wait_seconds = 0;           // time that host updates waited for drives
+  double save_held_seconds = 0;           // time host updates waited for saves in the background
 };
 
 }  // namespace orlop

@@ -78,6 +78,10 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.device_is_host = info.is_host;
   input.updates_wait_for_norm =
       config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16;
+  size_t all_states = 0;
+  for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+    all_states += input.state_bytes(static_cast<int>(param));
+  input.snapshot_bytes = std::min(config.limits.snapshot_bytes, all_states);
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
@@ -97,9 +101,10 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   return planning;
 }
 
-Session::Session(Planning planning, const EngineConfig& config)
+Session::Session(Planning planning, const EngineConfig& config, Tracer* tracer)
     : host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
       planning_(std::move(planning)),
+      tracer_(tracer),
       sequence_length_(config.batch.sequence_length) {
   take_drives(config);
   ExecutorMemory memory = take_memory();
@@ -137,12 +142,45 @@ ExecutorMemory Session::take_memory() {
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
   }
-  memory.swapped_in = {new (gates + memory.gates.size()) std::atomic<uint32_t>(0)};
+  gates += layout().flat_params.size();
+  for (size_t param = 0; param < layout().flat_params.size(); ++param) {
+    memory.saved.push_back({new (gates + param) std::atomic<uint32_t>(0)});
+  }
+  gates += layout().flat_params.size();
+  memory.swapped_in = {new (gates) std::atomic<uint32_t>(0)};
   memory.swap = swap_.get();
-  arenas_ = {memory.device, memory.host};
-  states_ =
-      std::make_unique<StateStore>(backend(), planning_.input, planned.train, swap_.get(), arenas_);
+  state_memory_ = {memory.device, memory.host, swap_.get()};
+  states_ = std::make_unique<StateStore>(make_state_store(QueueKind::kOffload, 2));
+  make_save(memory);
   return memory;
+}
+
+void Session::make_save(const ExecutorMemory& memory) {
+  const StepPlan& plan = train_plan();
+  BackgroundSaveParts parts{.layout = layout(), .states = make_state_store(QueueKind::kSave, 1)};
+  parts.update_order = update_order(plan);
+  parts.copied = snapshot_count(planning_.input, parts.update_order);
+  if (plan.snapshot >= 0) {
+    parts.snapshot = memory.host + plan.buffers[static_cast<size_t>(plan.snapshot)].offset;
+  }
+  parts.updated = memory.gates;
+  for (size_t param = 0; param < parts.updated.size(); ++param) {
+    if (states_->tier(static_cast<int>(param)) == Tier::kDevice) parts.updated[param] = {};
+  }
+  parts.saved = memory.saved;
+  parts.tracer = tracer_;
+  save_ = std::make_unique<BackgroundSave>(std::move(parts));
+}
+
+// Each store has a slot of its own, so many from the end.
+StateStore Session::make_state_store(QueueKind down, size_t slot_from_end) {
+  const StepPlan& plan = train_plan();
+  StateMemory memory = state_memory_;
+  if (!plan.swap_slots.empty()) {
+    const int slot = plan.swap_slots[plan.swap_slots.size() - slot_from_end];
+    memory.slot = memory.of(plan.buffers[static_cast<size_t>(slot)]);
+  }
+  return StateStore(backend(), planning_.input, plan, memory, down);
 }
 
 void Session::upload_rope(std::byte* device) {
@@ -179,7 +217,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
     const auto found = std::find(plan.swap_slots.begin(), plan.swap_slots.end(), slot.buffer);
     update.slot = static_cast<int>(found - plan.swap_slots.begin());
     if (op.kind != OpKind::kHostAdam) {
-      update.pieces = swap_->chunk_pieces(op.param, op.chunk, arenas_.of(plan.buffer(slot)));
+      update.pieces = swap_->chunk_pieces(op.param, op.chunk, state_memory_.of(plan.buffer(slot)));
     }
   }
   switch (op.kind) {
@@ -201,7 +239,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
 std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) const {
   const StepPlan& plan = train_plan();
   const auto address_of = [&](BufferKind kind) {
-    return arenas_.of(plan.buffer(*find_use(plan, op, kind, Tier::kHost)));
+    return state_memory_.of(plan.buffer(*find_use(plan, op, kind, Tier::kHost)));
   };
   const bool by_chunks = op.chunk.index >= 0;
   const StateAddress whole = states_->host_states(op.param);

@@ -6,6 +6,7 @@
 
 #include "base/trace.h"
 #include "engine/backend_factory.h"
+#include "engine/background_save.h"
 #include "engine/executor.h"
 #include "engine/state_store.h"
 #include "engine/swap_space.h"
@@ -37,7 +38,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
 // zero until they are loaded.
 class Session {
  public:
-  Session(Planning planning, const EngineConfig& config);
+  Session(Planning planning, const EngineConfig& config, Tracer* tracer);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -51,6 +52,7 @@ class Session {
   Executor& executor() { return *executor_; }
   const Executor& executor() const { return *executor_; }
   StateStore& states() { return *states_; }
+  BackgroundSave& save() { return *save_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
   // Null when nothing is on a drive.
@@ -62,6 +64,8 @@ class Session {
 
  private:
   ExecutorMemory take_memory();
+  StateStore make_state_store(QueueKind down, size_t slot_from_end);
+  void make_save(const ExecutorMemory& memory);
   void upload_rope(std::byte* device);
   void take_drives(const EngineConfig& config);
   UpdateOp update_op(const PlanOp& op, uint64_t seed) const;
@@ -69,12 +73,14 @@ class Session {
 
   HostArena host_arena_;  // outlives the backend, which has it registered, and all transfers
   Planning planning_;
-  ArenaAddresses arenas_;
+  StateMemory state_memory_;
+  Tracer* tracer_;
   int64_t sequence_length_;
   std::vector<Gate> gates_;
   std::unique_ptr<SwapSpace> swap_;
   std::unique_ptr<StateStore> states_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<BackgroundSave> save_;
 };
 
 }  // namespace orlop

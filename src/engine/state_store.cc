@@ -15,29 +15,56 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 }  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-                       SwapSpace* swap, const ArenaAddresses& arenas)
-    : backend_(backend), swap_(swap), homes_(input.layout.flat_params.size()) {
+                       const StateMemory& memory, QueueKind down)
+    : backend_(backend),
+      down_(down),
+      swap_(memory.swap),
+      slot_(memory.slot),
+      homes_(input.layout.flat_params.size()) {
   for (size_t param = 0; param < homes_.size(); ++param) {
     Home& home = homes_[param];
     home.planes =
         state_planes(input.numel(static_cast<int>(param)), input.compute_dtype, input.moment_dtype);
     home.tier = Tier::kNvme;  // unless a buffer holds the states
-    if (swap != nullptr) home.is_blank.resize(swap->chunks(static_cast<int>(param)).size());
+    if (swap_ != nullptr) home.is_blank.resize(swap_->chunks(static_cast<int>(param)).size());
   }
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.param < 0 || !buffer.persistent) continue;
     Home& home = homes_[static_cast<size_t>(buffer.param)];
     if (buffer.kind == BufferKind::kState) {
       home.tier = buffer.tier;
-      home.address = state_address(home.planes, arenas.of(buffer));
+      home.address = state_address(home.planes, memory.of(buffer));
     } else if (buffer.kind == BufferKind::kParam && buffer.tier == Tier::kHost) {
-      home.address.copy = arenas.of(buffer);
+      home.address.copy = memory.of(buffer);
     }
   }
-  if (!plan.swap_slots.empty()) {
-    slot_ = arenas.of(plan.buffers[static_cast<size_t>(plan.swap_slots.back())]);
-  }
+  own_homes_ = homes_;
 }
+
+void StateStore::read_from_copy(int param, std::byte* copy) {
+  Home& home = homes_[static_cast<size_t>(param)];
+  const StateAddress to = state_address(home.planes, copy);
+  if (home.tier == Tier::kDevice) {
+    Queue& queue = backend_.queue(down_);
+    queue.offload(copy, home.address.copy, home.planes.bytes());
+    queue.synchronize();
+  } else if (home.tier == Tier::kHost) {
+    std::memcpy(copy, home.address.copy, home.planes.bytes());
+  } else {
+    std::vector<float> values;
+    for (int64_t first = 0; first < home.planes.numel; first += kStagedElements) {
+      values.resize(static_cast<size_t>(std::min(kStagedElements, home.planes.numel - first)));
+      for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
+        read(param, plane, first, values);
+        write_plane(home.planes, to, plane, first, values);
+      }
+    }
+  }
+  home.tier = Tier::kHost;
+  home.address = to;
+}
+
+void StateStore::read_in_place() { homes_ = own_homes_; }
 
 StateAddress StateStore::host_states(int param) const {
   return home(param).tier == Tier::kDevice ? StateAddress{} : home(param).address;
@@ -84,7 +111,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
       offset += static_cast<int64_t>(part.count);
     }
   } else {
-    Queue& queue = backend_.queue(QueueKind::kOffload);
+    Queue& queue = backend_.queue(down_);
     const std::vector<PlanePart> from = plane_parts(home.planes, home.address, plane);
     for_staged(
         home, values.size(),
@@ -138,7 +165,7 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
   const size_t element = dtype_bytes(home.planes.compute_dtype);
   check_range(home.planes, offset, out.size() / element);
   if (home.tier == Tier::kDevice) {
-    Queue& queue = backend_.queue(QueueKind::kOffload);
+    Queue& queue = backend_.queue(down_);
     queue.offload(out.data(), home.address.copy + static_cast<size_t>(offset) * element,
                   out.size());
     queue.synchronize();

@@ -11,10 +11,12 @@
 
 namespace orlop {
 
-// Where the arenas of a plan begin.
-struct ArenaAddresses {
+// Where the arenas of a plan begin, and what moves states on drives, by way of a slot.
+struct StateMemory {
   std::byte* device = nullptr;
   std::byte* host = nullptr;
+  SwapSpace* swap = nullptr;  // null: nothing is on a drive
+  std::byte* slot = nullptr;
 
   std::byte* of(const PlanBuffer& buffer) const {
     return (buffer.tier == Tier::kDevice ? device : host) + buffer.offset;
@@ -27,13 +29,13 @@ struct ArenaAddresses {
 // that no update is running.
 class StateStore {
  public:
-  // `swap`: where the states on drives are; null when there are none.
-  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, SwapSpace* swap,
-             const ArenaAddresses& arenas);
+  // What lives on the device comes down on queue `down`.
+  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
+             const StateMemory& memory, QueueKind down);
 
   // Of the FlatParam as a whole.
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
-  bool is_on_nvme(int param) const { return home(param).tier == Tier::kNvme; }
+  Tier tier(int param) const { return home(param).tier; }
 
   // Where the planes of a FlatParam lie that the host updates where they are; on drives only
   // `copy`, if at all.
@@ -47,6 +49,11 @@ class StateStore {
   // follow the elements, all planes of a piece together, move each chunk once.
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
+
+  // Copies all states of a FlatParam into state_bytes of host memory; reads then come from there,
+  // until read_in_place().
+  void read_from_copy(int param, std::byte* copy);
+  void read_in_place();
 
   // Elements from `offset` on in the compute dtype.
   void read_compute_copy(int param, int64_t offset, std::span<std::byte> out);
@@ -86,9 +93,11 @@ class StateStore {
   void move_chunk(const Loaded& chunk, bool writes);
 
   Backend& backend_;
+  QueueKind down_;
   SwapSpace* swap_;
-  std::byte* slot_ = nullptr;
-  std::vector<Home> homes_;
+  std::byte* slot_;
+  std::vector<Home> own_homes_;
+  std::vector<Home> homes_;  // of copies, where there are any
   Loaded loaded_;
   std::vector<std::byte> staging_;
 };

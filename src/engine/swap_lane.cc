@@ -12,15 +12,6 @@ namespace {
 // Compute waits for these; the states that are swapped for an update go after them.
 constexpr int64_t kUrgent = -1;
 
-// False when the update that makes the version has failed.
-bool await_version(const Gate& gate, uint32_t version) {
-  uint32_t value = gate.value->load(std::memory_order_acquire);
-  for (; value < version; value = gate.value->load(std::memory_order_acquire)) {
-    gate.value->wait(value, std::memory_order_acquire);
-  }
-  return value != Gate::kFailed;
-}
-
 }  // namespace
 
 SwapLane::SwapLane(nvme::Swapper& swapper, std::vector<Gate> updated,
@@ -66,7 +57,10 @@ void SwapLane::run() {
 bool SwapLane::await_updates(const Item& item) const {
   if (!item.updates) return true;
   const auto await = [&](int param, uint32_t version) {
-    return param < 0 || await_version(updated_[static_cast<size_t>(param)], version);
+    if (param < 0) return true;
+    const Gate& gate = updated_[static_cast<size_t>(param)];
+    await_gate(gate, version);
+    return gate.value->load() != Gate::kFailed;
   };
   return await(item.swap_in->after_update_before, item.version) &&
          await(item.swap_in->after_update, item.version + 1);
@@ -112,8 +106,7 @@ void SwapLane::end_piece(uint32_t ticket) {
     ++last_ended_;
   }
   if (last_ended_ == before && !failed_) return;
-  ended_.value->store(failed_ ? Gate::kFailed : last_ended_, std::memory_order_release);
-  ended_.value->notify_all();
+  open_gate(ended_, failed_ ? Gate::kFailed : last_ended_);
   changed_.notify_all();
 }
 

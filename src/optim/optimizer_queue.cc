@@ -7,15 +7,6 @@
 #include "base/thread.h"
 
 namespace orlop {
-namespace {
-
-void open_gate(const Gate& gate, uint32_t version) {
-  gate.value->store(version, std::memory_order_release);
-  gate.value->notify_all();
-}
-
-}  // namespace
-
 OptimizerQueue::OptimizerQueue(HostUpdates updates, int threads, Tracer* tracer)
     : updates_(std::move(updates)),
       threads_(threads),
@@ -99,6 +90,7 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
     if (arrival != nullptr) arrival->synchronize();
   }
   if (op.kind == UpdateOp::Kind::kAdam) {
+    await_save(op, job);
     run_adam(op, job);
   } else {
     start_transfers(op, job);
@@ -153,6 +145,13 @@ void OptimizerQueue::wait_slot(const UpdateOp& op) {
   transfers.clear();
   add_span("wait for a drive", op.param, begin, swap_wait_ns_);
   if (error) std::rethrow_exception(error);
+}
+
+void OptimizerQueue::await_save(const UpdateOp& op, const UpdateJob& job) {
+  if (job.saved_version == 0) return;
+  const auto begin = Tracer::Clock::now();
+  if (await_gate(job.saved, job.saved_version))
+    add_span("wait for save", op.param, begin, held_ns_);
 }
 
 void OptimizerQueue::add_span(const char* what, int param, Tracer::Clock::time_point begin,

@@ -64,6 +64,9 @@ struct UpdateJob {
   // Gradient and scalars are in host memory when these have run. They may not be recorded again
   // before the gate is open.
   std::array<Event*, 3> arrivals{};
+  // A save that still reads the FlatParam holds the update until this gate has this version.
+  Gate saved;
+  uint32_t saved_version = 0;            // 0: none
   const StepScalars* scalars = nullptr;  // in host memory; of kAdam
   AdamHyper hyper;                       // weight_decay applies to parts that decay
   uint32_t version = 0;                  // what the gate becomes
@@ -93,6 +96,8 @@ class OptimizerQueue {
   // Seconds spent inside updates, and waiting for drives, so far.
   double busy_seconds() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
   double swap_wait_seconds() const { return static_cast<double>(swap_wait_ns_.load()) * 1e-9; }
+  // Seconds that updates were held by saves.
+  double held_seconds() const { return static_cast<double>(held_ns_.load()) * 1e-9; }
 
  private:
   // A slot as the queue's thread knows it.
@@ -107,6 +112,7 @@ class OptimizerQueue {
   void start_transfers(const UpdateOp& op, const UpdateJob& job);
   void wait_slot(const UpdateOp& op);
   void fail(std::exception_ptr error);
+  void await_save(const UpdateOp& op, const UpdateJob& job);
   void add_span(const char* what, int param, Tracer::Clock::time_point begin,
                 std::atomic<int64_t>& total);
 
@@ -115,6 +121,7 @@ class OptimizerQueue {
   Tracer* tracer_;
   std::atomic<int64_t> busy_ns_{0};
   std::atomic<int64_t> swap_wait_ns_{0};
+  std::atomic<int64_t> held_ns_{0};
   std::vector<Slot> slots_;
   BoundedQueue<UpdateJob> jobs_;
   std::mutex mutex_;

@@ -32,6 +32,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "masters and moments";
     case BufferKind::kSwapSlot:
       return "states, between drive and update";
+    case BufferKind::kSnapshot:
+      return "snapshot for saves";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -86,8 +88,6 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
     const bool writes = op.kind == OpKind::kSwapOutStates;
     (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
-  report.checkpoint_bytes = static_cast<size_t>(input.layout.trainable_numel()) *
-                            (sizeof(float) + 2 * dtype_bytes(input.moment_dtype));
   const int params = static_cast<int>(planned.placement.params.size());
   for (int param = 0; param < params; ++param) {
     const ParamPlacement& home = planned.placement.params[static_cast<size_t>(param)];
@@ -123,6 +123,13 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
     if (of_drives && plan.nvme_bytes == 0) continue;
     report.lanes.push_back({lane_name(kind), time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  for (const double flops : input.forward_flops)
+    report.forward_flops += flops * input.micro_batches;
+  if (profile.is_measured) report.matmul_flop_per_s = profile.matmul_flop_per_s;
+  const SaveSimulation save = simulate_save(input, plan, profile);
+  report.save_bytes = save.bytes;
+  report.save_seconds = save.seconds;
+  report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
   return report;
 }
@@ -149,7 +156,7 @@ std::string PlanReport::to_text() const {
         "written per step, {} for a checkpoint\n",
         format_bytes(nvme_bytes), format_bytes(nvme_budget_bytes), nvme_optimizer_blocks,
         nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes),
-        format_bytes(checkpoint_bytes));
+        format_bytes(save_bytes));
   }
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
@@ -166,6 +173,9 @@ std::string PlanReport::to_text() const {
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  text += fmt::format(
+      "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
+      format_bytes(save_bytes), save_seconds, save_stall_seconds);
   return text;
 }
 
@@ -182,7 +192,7 @@ std::string PlanReport::to_json() const {
                              {"nvme_budget_bytes", nvme_budget_bytes},
                              {"nvme_read_bytes", nvme_read_bytes},
                              {"nvme_written_bytes", nvme_written_bytes},
-                             {"checkpoint_bytes", checkpoint_bytes},
+
                              {"nvme_optimizer_blocks", nvme_optimizer_blocks},
                              {"nvme_param_blocks", nvme_param_blocks},
                              {"state_bytes", state_bytes},
@@ -196,6 +206,10 @@ std::string PlanReport::to_json() const {
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"forward_flops", forward_flops},
+                             {"save_bytes", save_bytes},
+                             {"save_seconds", save_seconds},
+                             {"save_stall_seconds", save_stall_seconds},
                              {"time_is_measured", time_is_measured}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(

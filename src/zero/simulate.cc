@@ -26,27 +26,28 @@ using Lanes = std::array<double, kPlanLanes>;  // when each is free
 
 constexpr size_t lane_index(PlanLaneKind lane) { return static_cast<size_t>(lane); }
 
-// What one step leaves to the next: when each FlatParam's update is over, and the host's lanes that
-// run it.
-struct UpdateState {
+// What steps leave behind for the next one: per FlatParam, when its update was over and when a save
+// has read it; and when the host's lanes that run updates are free.
+struct Times {
   std::vector<double> gates;
-  Lanes lanes{};
+  std::vector<double> saved;
+  Lanes update_lanes{};
 };
 
-// One pass over the plan that starts at `start`; returns when the step's work on the device was
-// over.
+// One pass over the plan that starts at `start`. Replaces times by this step's; returns when the
+// step's work on the device was over.
 double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile,
-            double start, UpdateState& update, Simulation& result) {
+            double start, Times& times, Simulation& result) {
   Lanes lanes;
   lanes.fill(start);
   std::vector<double> end(plan.ops.size(), 0);
-  std::vector<double> new_gates = update.gates;
+  std::vector<double> new_gates = times.gates;
   const std::vector<bool> on_nvme = copies_on_nvme(input, plan);
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
     const size_t lane = lane_index(op.lane);
     const bool updates = is_host_update(op.kind);
-    double& lane_free = updates ? update.lanes[lane] : lanes[lane];
+    double& lane_free = updates ? times.update_lanes[lane] : lanes[lane];
     double ready = lane_free;
     for (const int wait : op.waits) {
       const double over = end[static_cast<size_t>(wait)];
@@ -57,8 +58,10 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       ready = std::max(ready, over);
     }
     if (op.after_update >= 0) {
-      ready = std::max(ready, update.gates[static_cast<size_t>(op.after_update)]);
+      ready = std::max(ready, times.gates[static_cast<size_t>(op.after_update)]);
     }
+    if (op.kind == OpKind::kHostAdam || op.kind == OpKind::kDeviceAdam)
+      ready = std::max(ready, times.saved[static_cast<size_t>(op.param)]);
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;
@@ -70,7 +73,7 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       if (op.kind == OpKind::kHostAdam || on_nvme[param]) new_gates[param] = end[i];
     }
   }
-  update.gates = new_gates;
+  times.gates = new_gates;
   return *std::max_element(lanes.begin(), lanes.end());
 }
 
@@ -131,16 +134,59 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
 }
 
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile) {
-  UpdateState update{std::vector<double>(input.layout.flat_params.size(), 0), {}};
+  const size_t params = input.layout.flat_params.size();
+  Times times{std::vector<double>(params), std::vector<double>(params)};
   Simulation warm_up;
-  const double start = walk(input, plan, profile, 0, update, warm_up);
+  const double start = walk(input, plan, profile, 0, times, warm_up);
   Simulation result;
-  const double over = walk(input, plan, profile, start, update, result);
+  const double over = walk(input, plan, profile, start, times, result);
   const double drives = result.busy_seconds[lane_index(PlanLaneKind::kSwapIn)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesIn)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesOut)];
   result.step_seconds = std::max(over - start, drives);
   return result;
+}
+
+SaveSimulation simulate_save(const PlanInput& input, const StepPlan& plan,
+                             const HardwareProfile& profile) {
+  const size_t params = input.layout.flat_params.size();
+  Times times{std::vector<double>(params), std::vector<double>(params)};
+  Simulation ignored;
+  double start = 0;
+  for (int step = 0; step < 2; ++step) start = walk(input, plan, profile, start, times, ignored);
+  Times undisturbed = times;
+
+  SaveSimulation save;
+  const std::vector<int> order = update_order(plan);
+  const size_t copied = snapshot_count(input, order);
+  std::vector<size_t> swapped(params, 0);  // bytes that a save has to bring from drives
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kSwapInStates) swapped[static_cast<size_t>(op.param)] += op.swap_bytes;
+  }
+  double now = start;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const auto param = static_cast<size_t>(order[i]);
+    const size_t bytes = input.saved_bytes(order[i]);
+    now = std::max(now, times.gates[param]);
+    now += static_cast<double>(swapped[param]) / profile.nvme_read_bytes_per_s;
+    if (i < copied) {
+      now += 2 * static_cast<double>(input.state_bytes(order[i])) / profile.host_bytes_per_s;
+    } else {
+      now += static_cast<double>(bytes) / profile.nvme_write_bytes_per_s;
+    }
+    times.saved[param] = now;
+    save.bytes += bytes;
+  }
+  save.seconds = static_cast<double>(save.bytes) / profile.nvme_write_bytes_per_s;
+  double with_save = start;
+  double without = start;
+  // The second step waits for the updates that the save delayed.
+  for (int step = 0; step < 2; ++step) {
+    with_save = walk(input, plan, profile, with_save, times, ignored);
+    without = walk(input, plan, profile, without, undisturbed, ignored);
+  }
+  save.stall_seconds = with_save - without;
+  return save;
 }
 
 }  // namespace orlop

@@ -70,6 +70,30 @@ bool is_host_update(OpKind kind) {
          kind == OpKind::kSwapOutStates;
 }
 
+size_t PlanInput::saved_bytes(int param) const {
+  const size_t numel = static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel);
+  return numel * (sizeof(float) + 2 * dtype_bytes(moment_dtype));
+}
+
+std::vector<int> update_order(const StepPlan& plan) {
+  std::vector<int> order;
+  for (const PlanOp& op : plan.ops) {
+    const bool updates = op.kind == OpKind::kHostAdam || op.kind == OpKind::kDeviceAdam;
+    // Chunks of one FlatParam follow each other.
+    if (updates && (order.empty() || order.back() != op.param)) order.push_back(op.param);
+  }
+  return order;
+}
+
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order) {
+  size_t bytes = 0;
+  size_t count = 0;
+  while (count < order.size() && bytes + input.state_bytes(order[count]) <= input.snapshot_bytes) {
+    bytes += input.state_bytes(order[count++]);
+  }
+  return count;
+}
+
 const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
                           int param) {
   for (const BufferUse& use : op.uses) {
@@ -172,6 +196,8 @@ const char* buffer_name(BufferKind kind) {
       return "rope";
     case BufferKind::kNormSums:
       return "norm_sums";
+    case BufferKind::kSnapshot:
+      return "snapshot";
     case BufferKind::kScalars:
       return "scalars";
     case BufferKind::kSwapSlot:

@@ -26,6 +26,7 @@ struct PlanInput {
   std::vector<double> forward_flops;             // per block and micro-batch
   std::vector<size_t> norm_scratch_bytes;        // per FlatParam
   size_t rope_bytes = 0;
+  size_t snapshot_bytes = 0;  // host memory in which a save copies what updates wait for
   size_t device_fixed_bytes =
       0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
@@ -40,6 +41,7 @@ struct PlanInput {
   size_t rounded_grad_bytes(int param) const;  // what the optimizer reads
   size_t state_bytes(int param) const;         // masters and moments, compute copy included
   size_t state_bytes_per_element() const;      // likewise
+  size_t saved_bytes(int param) const;         // masters in fp32 and moments: in a checkpoint
   int64_t numel(int param) const { return layout.flat_params[static_cast<size_t>(param)].numel; }
 };
 
@@ -132,6 +134,7 @@ enum class BufferKind : uint8_t {
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
   kNormSums,  // square sums and first non-finite index of every FlatParam
+  kSnapshot,  // of states, while a save is running
   kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
   kSwapSlot,  // chunk under update: compute copy if it comes from a drive, then the other planes
 };
@@ -184,7 +187,8 @@ struct StepPlan {
   int norm_sums = -1;
   int scalars = -1;
   int host_scalars = -1;
-  std::vector<int> swap_slots;  // the last one belongs to whoever reads states between steps
+  int snapshot = -1;            // or none
+  std::vector<int> swap_slots;  // the last two belong to those who read states between steps
   size_t device_bytes = 0;      // the device arena
   size_t host_bytes = 0;        // the pinned host arena
   size_t nvme_bytes = 0;        // chunks on the drives
@@ -198,10 +202,11 @@ struct StepPlan {
   std::string to_text(const PlanInput& input) const;
 };
 
-// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
+// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates:
+// those that updates open, then those that saves open.
 inline constexpr size_t kLossScaleOffset =
     kDeviceAlignment;  // fp32: loss scale over labelled tokens
-// uint32 per FlatParam, then one that counts swap-ins
+// uint32 per FlatParam, twice, and one that counts swap-ins
 inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;
 
 // What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
@@ -213,6 +218,12 @@ constexpr size_t first_nonfinite_offset(size_t params) {
 // null.
 const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
                           int param = -1);
+
+// FlatParams in the order in which a training step updates them.
+std::vector<int> update_order(const StepPlan& plan);
+
+// How many of the first of `order` a save can copy to the snapshot at once.
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order);
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
 // one micro-batch. Persistent buffers and their offsets are the same for every number of

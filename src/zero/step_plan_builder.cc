@@ -105,8 +105,11 @@ class Builder {
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
     host_scalars_ =
-        add_buffer(BufferKind::kScalars, kGatesOffset + (params_.size() + 1) * sizeof(uint32_t),
+        add_buffer(BufferKind::kScalars, kGatesOffset + (2 * params_.size() + 1) * sizeof(uint32_t),
                    Tier::kHost, true);
+    if (input_.snapshot_bytes > 0) {
+      plan_.snapshot = add_buffer(BufferKind::kSnapshot, input_.snapshot_bytes, Tier::kHost, true);
+    }
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
@@ -158,7 +161,7 @@ class Builder {
         plan_.nvme_bytes += chunk_bytes(chunks_.back());
       }
     }
-    for (int slot = 0; !chunks_.empty() && slot < placement_.swap_slots + 1; ++slot) {
+    for (int slot = 0; !chunks_.empty() && slot < placement_.swap_slots + 2; ++slot) {
       plan_.swap_slots.push_back(add_buffer(BufferKind::kSwapSlot, slot_bytes, Tier::kHost, true));
       plan_.buffers.back().alignment = kDriveAlignment;
     }

@@ -181,7 +181,7 @@ TEST_F(SwapFaults, NoRoomForACheckpointIsFoundAtTheStart) {
   auto mount = nvme::Mount::tmpfs(1);
   ORLOP_SKIP_UNLESS_MOUNTED(mount);
   config_.checkpoint_dir = mount.path() + "/run";
-  const size_t need = Engine::plan(model(), config_).checkpoint_bytes;
+  const size_t need = Engine::plan(model(), config_).save_bytes;
   const size_t available = fs::space(mount.path()).available;
   spill(fs::path(mount.path()) / "ballast", std::string(available - need / 2, 'x'));
   EXPECT_THAT(error_of(ErrorCode::kDoesNotFit, [&] { open(); }), HasSubstr("a checkpoint takes"));

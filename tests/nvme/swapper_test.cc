@@ -189,8 +189,19 @@ TEST_P(SwapperOnBackend, AVersionThatIsNotThereIsAnError) {
   expect_chunk(swapper, rig.pool, chunks[0], 3);
 }
 
-TEST_P(SwapperOnBackend, BandwidthsAreMeasuredWhereNoneAreGiven) {
+TEST_P(SwapperOnBackend, DirectoriesOnOneDriveShareItEvenly) {
   TempDir a, b;
+  ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
+  Swapper swapper(options({a.path(), b.path()}, equal_chunks(40, 100'000)), std::move(backend));
+  for (const DriveInfo& drive : swapper.drives()) {
+    EXPECT_EQ(drive.bandwidth, 0) << "nothing was measured";
+    EXPECT_EQ(drive.bytes, 20 * align_up(100'000, 4096));
+  }
+}
+
+TEST_P(SwapperOnBackend, BandwidthsAreMeasuredWhereNoneAreGiven) {
+  TempDir a;
+  TempDir b("/dev/shm");
   ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
   const auto chunks = equal_chunks(40, 100'000);
   Swapper swapper(options({a.path(), b.path()}, chunks), std::move(backend));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -60,7 +61,15 @@ class OptimizerQueueTest : public ::testing::Test {
     ManualEvent arrival;
   };
 
-  HostUpdate update(int param) {
+  HostUpdates updates(const std::vector<int>& params) {
+    HostUpdates updates;
+    for (Param& p : params_) updates.gates.push_back({&p.gate});
+    for (const int param : params) updates.ops.push_back(update(param));
+    order_ = params;
+    return updates;
+  }
+
+  UpdateOp update(int param) {
     Param& p = params_[param];
     AdamShard shard;
     shard.compute_dtype = shard.moment_dtype = shard.grad_dtype = DType::kF32;
@@ -69,12 +78,16 @@ class OptimizerQueueTest : public ::testing::Test {
     shard.exp_avg_sq = p.exp_avg_sq.data();
     shard.grad = p.grad.data();
     shard.numel = kNumel;
-    return {param, {{shard, true, 0}}, {&p.gate}};
+    UpdateOp op;
+    op.param = param;
+    op.parts = {{shard, true, 0}};
+    op.is_last = true;
+    return op;
   }
 
   UpdateJob job(int param, uint32_t version = 1) {
     UpdateJob job;
-    job.param = param;
+    job.op = static_cast<int>(std::find(order_.begin(), order_.end(), param) - order_.begin());
     job.arrivals[0] = &params_[param].arrival;
     job.scalars = &params_[param].scalars;
     job.hyper.lr = 0.5;
@@ -84,10 +97,11 @@ class OptimizerQueueTest : public ::testing::Test {
   }
 
   Param params_[2];
+  std::vector<int> order_;
 };
 
 TEST_F(OptimizerQueueTest, AnUpdateWaitsForItsGradientAndThoseBehindItKeepTheirOrder) {
-  OptimizerQueue queue({update(1), update(0)}, 1, nullptr);
+  OptimizerQueue queue(updates({1, 0}), 1, nullptr);
   queue.submit(job(1));
   queue.submit(job(0));
   params_[0].arrival.happen();
@@ -104,7 +118,7 @@ TEST_F(OptimizerQueueTest, AnUpdateWaitsForItsGradientAndThoseBehindItKeepTheirO
 }
 
 TEST_F(OptimizerQueueTest, AGateOpensUnderTheRestOfTheUpdates) {
-  OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
+  OptimizerQueue queue(updates({0, 1}), 1, nullptr);
   queue.submit(job(0));
   queue.submit(job(1));
   params_[0].arrival.happen();
@@ -115,8 +129,28 @@ TEST_F(OptimizerQueueTest, AGateOpensUnderTheRestOfTheUpdates) {
   queue.wait_idle();
 }
 
+TEST_F(OptimizerQueueTest, ASaveHoldsTheUpdateOfWhatItStillReads) {
+  OptimizerQueue queue(updates({0, 1}), 1, nullptr);
+  std::atomic<uint32_t> saved{2};
+  for (int param : {0, 1}) {
+    params_[param].arrival.happen();
+    UpdateJob held = job(param);
+    held.saved = {&saved};
+    held.saved_version = param == 0 ? 2 : 3;
+    queue.submit(held);
+  }
+  await(params_[0].gate, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(params_[1].gate.load(), 0u);
+  EXPECT_EQ(params_[1].master[0], 1);
+  open_gate({&saved}, 3);
+  queue.wait_idle();
+  EXPECT_NEAR(params_[1].master[0], 0.5, 1e-5);
+  EXPECT_GE(queue.held_seconds(), 0.01);
+}
+
 TEST_F(OptimizerQueueTest, AFlatParamThatIsSkippedStaysAndItsGateOpens) {
-  OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
+  OptimizerQueue queue(updates({0, 1}), 1, nullptr);
   params_[0].scalars.skip = 1;
   for (int param : {0, 1}) {
     params_[param].arrival.happen();
@@ -129,7 +163,7 @@ TEST_F(OptimizerQueueTest, AFlatParamThatIsSkippedStaysAndItsGateOpens) {
 }
 
 TEST_F(OptimizerQueueTest, AFailedArrivalOpensEveryGateAndSurfacesAtTheNextCall) {
-  OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
+  OptimizerQueue queue(updates({0, 1}), 1, nullptr);
   queue.submit(job(0, 7));
   params_[0].arrival.happen("the link is gone");
   await(params_[1].gate, Gate::kFailed);
@@ -148,7 +182,7 @@ TEST_F(OptimizerQueueTest, AFailedArrivalOpensEveryGateAndSurfacesAtTheNextCall)
 
 TEST_F(OptimizerQueueTest, FinishesWhatIsQueuedWhenItEnds) {
   {
-    OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
+    OptimizerQueue queue(updates({0, 1}), 1, nullptr);
     queue.submit(job(0));
     queue.submit(job(1));
     for (Param& p : params_) p.arrival.happen();

@@ -294,6 +294,8 @@ def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(
         "loss_scale",
         "skipped",
         "tok_per_s",
+        "model_flop_per_s",
+        "mfu",
         "ms",
         "stall_ms",
         "link_bytes",
