@@ -66,7 +66,21 @@ void bind_memory(py::module_& module) {
   def_keyword_init<LimitsConfig>(limits);
   limits.def_readwrite("device_bytes", &LimitsConfig::device_bytes)
       .def_readwrite("host_bytes", &LimitsConfig::host_bytes)
+      .def_readwrite("nvme_bytes", &LimitsConfig::nvme_bytes)
+      .def_readwrite("nvme_writes_per_day_bytes", &LimitsConfig::nvme_writes_per_day_bytes)
       .def_readwrite("snapshot_bytes", &LimitsConfig::snapshot_bytes);
+
+  py::class_<NvmeConfig> nvme(
+      module, "NvmeConfig",
+      "Where states are swapped to that host memory does not hold: paths, one directory per drive. "
+      "engine: auto, io_uring or threads. verify: off, sample or full checksums of what is read.");
+  def_keyword_init<NvmeConfig>(nvme);
+  nvme.def_readwrite("paths", &NvmeConfig::paths)
+      .def_readwrite("block_bytes", &NvmeConfig::block_bytes)
+      .def_readwrite("queue_depth", &NvmeConfig::queue_depth)
+      .def_readwrite("direct", &NvmeConfig::direct)
+      .def_readwrite("engine", &NvmeConfig::engine)
+      .def_readwrite("verify", &NvmeConfig::verify);
 
   py::class_<PlacementConfig> placement(
       module, "PlacementConfig", "What the planner decides by itself where a member is None.");
@@ -75,7 +89,10 @@ void bind_memory(py::module_& module) {
       .def_readwrite("resident_blocks", &PlacementConfig::resident_blocks)
       .def_readwrite("device_optimizer_blocks", &PlacementConfig::device_optimizer_blocks)
       .def_readwrite("activations_on_device", &PlacementConfig::activations_on_device)
-      .def_readwrite("wave", &PlacementConfig::wave);
+      .def_readwrite("wave", &PlacementConfig::wave)
+      .def_readwrite("nvme_optimizer_blocks", &PlacementConfig::nvme_optimizer_blocks)
+      .def_readwrite("nvme_param_blocks", &PlacementConfig::nvme_param_blocks)
+      .def_readwrite("swap_chunk", &PlacementConfig::swap_chunk);
 }
 
 }  // namespace
@@ -106,11 +123,13 @@ void bind_config(py::module_& module) {
       .def_readwrite("optimizer", &EngineConfig::optimizer)
       .def_readwrite("schedule", &EngineConfig::schedule)
       .def_readwrite("limits", &EngineConfig::limits)
+      .def_readwrite("nvme", &EngineConfig::nvme)
       .def_readwrite("placement", &EngineConfig::placement)
       .def_readwrite("threads", &EngineConfig::threads)
       .def_readwrite("reference_ops", &EngineConfig::reference_ops)
       .def_readwrite("max_skipped_steps", &EngineConfig::max_skipped_steps)
-      .def_readwrite("seed", &EngineConfig::seed);
+      .def_readwrite("seed", &EngineConfig::seed)
+      .def_readwrite("checkpoint_dir", &EngineConfig::checkpoint_dir);
 }
 
 }  // namespace orlop::python

@@ -12,6 +12,7 @@ Importing the package prints nothing and loads neither torch nor CUDA.
 from . import errors
 from ._orlop import (
     IGNORED_LABEL,
+    AsyncFile,
     BatchConfig,
     DataLoader,
     DataPosition,
@@ -21,6 +22,7 @@ from ._orlop import (
     EvalResult,
     LimitsConfig,
     MicroBatch,
+    NvmeConfig,
     OptimizerConfig,
     PlacementConfig,
     PlanLane,
@@ -54,6 +56,7 @@ from .errors import (
 
 __all__ = [
     "IGNORED_LABEL",
+    "AsyncFile",
     "BatchConfig",
     "CommunicatorError",
     "DType",
@@ -70,6 +73,7 @@ __all__ = [
     "LimitsConfig",
     "MicroBatch",
     "NonFiniteError",
+    "NvmeConfig",
     "OptimizerConfig",
     "OutOfMemoryError",
     "PlacementConfig",

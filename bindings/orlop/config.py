@@ -203,12 +203,22 @@ _OPTIONS = (
         0,
         "of the host bytes, for copies that keep updates from waiting for a save, e.g. 2GiB",
     ),
+    Option("nvme", _paths, None, "swap directories, one per drive", ("nvme_path",), is_list=True),
+    Option("nvme_mem", parse_bytes, None, "hard budget of bytes on the drives"),
+    Option("nvme_writes_per_day", parse_bytes, None, "bytes written to the drives per day that stop the run"),
+    Option("nvme_block", parse_bytes, 2**20, "bytes of one request to a drive"),
+    Option("nvme_queue_depth", _POSITIVE, 32, "requests in flight"),
+    Option("nvme_direct", parse_bool, True, "past the page cache where possible", is_flag=True),
+    Option("nvme_engine", _one_of("auto", "io_uring", "threads"), "auto", "how drives are reached"),
+    Option("nvme_verify", _one_of("off", "sample", "full"), "sample", "checksums of what is read"),
     Option("threads", _COUNT, 0, "host threads; 0: every usable core"),
     Option("prefetch", _COUNT, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
     Option("resident_blocks", _COUNT, None, "blocks whose weights stay on the device", ("resident",)),
     Option("device_optimizer_blocks", _COUNT, None, "blocks whose optimizer states live on the device"),
     Option("activations_on_device", parse_bool, None, "block inputs stay on the device", is_flag=True),
     Option("wave", _POSITIVE, None, "micro-batches per wave"),
+    Option("nvme_optimizer_blocks", _COUNT, None, "last blocks whose optimizer states are on the drives"),
+    Option("nvme_param_blocks", _COUNT, None, "last blocks whose weights are there, too"),
     Option("reference_ops", parse_bool, False, "plain loops instead of oneDNN (host)", is_flag=True),
     Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
     Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
@@ -304,12 +314,27 @@ class RunConfig:
                 raise UsageError(f"--{name.replace('_', '-')} is missing: {OPTIONS[name].help}")
 
 
+# Keys whose meaning their section gives.
+_SECTION_KEYS = {
+    "limits": {"gpu": "device_mem", "device": "device_mem", "host": "host_mem", "nvme": "nvme_mem"},
+    "nvme": {
+        "paths": "nvme",
+        "block": "nvme_block",
+        "queue_depth": "nvme_queue_depth",
+        "direct": "nvme_direct",
+        "engine": "nvme_engine",
+        "verify": "nvme_verify",
+    },
+}
+
+
 def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Lifts one level of sections ({optimizer: {lr: 1}}), so that long files can be grouped."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         inner = value if isinstance(value, Mapping) else {key: value}
-        for inner_key, inner_value in inner.items():
+        names = _SECTION_KEYS.get(key, {}) if isinstance(value, Mapping) else {}
+        for inner_key, inner_value in ((names.get(name, name), part) for name, part in inner.items()):
             if inner_key in flat:
                 raise UsageError(f"{source}: {inner_key!r} is given twice")
             flat[str(inner_key)] = inner_value

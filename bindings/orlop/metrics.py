@@ -91,10 +91,20 @@ class StepRecorder:
             "stall_ms": {
                 "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
                 "save": 1e3 * (stats.save_held_seconds - last.save_held_seconds),
+                "nvme": 1e3 * (stats.swap_wait_seconds - last.swap_wait_seconds),
             },
             "link_bytes": {
                 "upload": stats.uploaded_bytes - last.uploaded_bytes,
                 "offload": stats.offloaded_bytes - last.offloaded_bytes,
+                "nvme_read": stats.nvme_read_bytes - last.nvme_read_bytes,
+                "nvme_write": stats.nvme_written_bytes - last.nvme_written_bytes,
             },
-            "tier_bytes": {"device": stats.device_peak_bytes, "host": stats.host_bytes},
+            # Of the run and of the day; an update that still runs counts in the next record.
+            "nvme_written": stats.nvme_written_bytes,
+            "nvme_written_today": stats.nvme_written_today_bytes,
+            "tier_bytes": {
+                "device": stats.device_peak_bytes,
+                "host": stats.host_bytes,
+                "nvme": self._engine.plan.nvme_bytes,
+            },
         }

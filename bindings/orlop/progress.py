@@ -31,6 +31,7 @@ def step_line(record: dict[str, Any], total_steps: int, remaining_seconds: float
         *([f"mfu {100 * record['mfu']:.0f}%"] if record["mfu"] is not None else []),
         f"device {format_bytes(record['tier_bytes']['device'])}",
         f"host {format_bytes(record['tier_bytes']['host'])}",
+        *([f"nvme {format_bytes(record['tier_bytes']['nvme'])}"] if record["tier_bytes"]["nvme"] else []),
         f"eta {format_duration(remaining_seconds)}",
     ]
     if record["skipped"]:

@@ -17,7 +17,7 @@ from . import _orlop
 from .config import RunConfig
 from .data.prepare import PreparedData, prepare
 from .engine_config import batch_config, engine_config, total_steps
-from .errors import InvalidDataError, IoError, UsageError
+from .errors import DoesNotFitError, InvalidDataError, IoError, UsageError
 from .metrics import MetricsLog, StepRecorder, first_eval_loss
 from .progress import Progress, format_bytes
 
@@ -225,6 +225,16 @@ class FinetuneRun:
         self._saved_step = engine.steps_done
         progress.note(f"saving {path} beside the next steps" if background else f"saved {path}")
 
+    def _step(self, engine: _orlop.Engine, progress: Progress, tokens: int) -> Any:
+        """One step; what a limit stops before it begins is saved where it stands."""
+        position = self._loader.position()
+        try:
+            return engine.step([self._loader.next() for _ in range(self._config.accum)])
+        except DoesNotFitError:
+            self._loader.seek(position)
+            self._save(engine, progress, tokens)
+            raise
+
     def _train(
         self,
         engine: _orlop.Engine,
@@ -240,7 +250,7 @@ class FinetuneRun:
             loss_before = first_eval_loss(self._run_dir)
         loss_after = loss_before
         while engine.steps_done < self._total_steps and stop.signal is None:
-            result = engine.step([self._loader.next() for _ in range(config.accum)])
+            result = self._step(engine, progress, recorder.tokens)
             record = recorder.record(result)
             log.write(record)
             progress.step(record)
@@ -271,6 +281,11 @@ class FinetuneRun:
             f"uploaded {format_bytes(stats.uploaded_bytes)}, offloaded {format_bytes(stats.offloaded_bytes)}; "
             f"peak device {format_bytes(stats.device_peak_bytes)}, host {format_bytes(stats.host_bytes)}"
         )
+        if engine.plan.nvme_bytes:
+            progress.note(
+                f"drives: read {format_bytes(stats.nvme_read_bytes)}, "
+                f"written {format_bytes(stats.nvme_written_bytes)}"
+            )
 
 
 def finetune(config: RunConfig) -> RunResult:

@@ -42,21 +42,29 @@ std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore&
 
 // Calls `use(plane, suffix, first element, values)` for every piece of every plane of one tensor:
 // plane after plane, as they lie in the file, or, where states come from a drive chunk by chunk,
-// all planes of a piece together.
+// all planes of a piece together, so that each chunk comes once.
 template <typename Use>
-void for_pieces(const Segment& segment, bool by_pieces, const Use& use) {
+void for_pieces(const StateStore& states, int param, const Segment& segment, const Use& use) {
   std::vector<float> values;
-  const auto piece = [&](const std::pair<Plane, const char*>& plane, int64_t first) {
-    values.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)));
+  const auto piece_numel = [&](int64_t first) {
+    const int64_t left = std::min(kPieceElements, segment.numel - first);
+    return std::min(left, states.numel_at_once(param, segment.offset + first));
+  };
+  const auto piece = [&](const std::pair<Plane, const char*>& plane, int64_t first, int64_t numel) {
+    values.resize(static_cast<size_t>(numel));
     use(plane.first, plane.second, first, std::span<float>(values));
   };
-  if (by_pieces) {
-    for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
-      for (const auto& plane : kPlanes) piece(plane, first);
+  if (states.tier(param) == Tier::kNvme) {
+    for (int64_t first = 0, numel = 0; first < segment.numel; first += numel) {
+      numel = piece_numel(first);
+      for (const auto& plane : kPlanes) piece(plane, first, numel);
     }
-  } else {
-    for (const auto& plane : kPlanes) {
-      for (int64_t first = 0; first < segment.numel; first += kPieceElements) piece(plane, first);
+    return;
+  }
+  for (const auto& plane : kPlanes) {
+    for (int64_t first = 0, numel = 0; first < segment.numel; first += numel) {
+      numel = piece_numel(first);
+      piece(plane, first, numel);
     }
   }
 }
@@ -79,7 +87,7 @@ void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateSto
       writer.write(segment.name + suffix, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
     };
     for (const Segment& segment : layout.flat_params[static_cast<size_t>(index)].segments) {
-      for_pieces(segment, states.tier(index) == Tier::kNvme,
+      for_pieces(states, index, segment,
                  [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
                    write(segment, plane, suffix, first, values);
                  });
@@ -152,7 +160,7 @@ void read_states(const SafetensorsReader& reader, const ModelLayout& layout, Sta
       states.write(index, plane, segment.offset + first, values);
     };
     for (const Segment& segment : layout.flat_params[param].segments) {
-      for_pieces(segment, states.tier(index) == Tier::kNvme,
+      for_pieces(states, index, segment,
                  [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
                    read(segment, plane, suffix, first, values);
                  });

@@ -52,8 +52,10 @@ void StateStore::read_from_copy(int param, std::byte* copy) {
     std::memcpy(copy, home.address.copy, home.planes.bytes());
   } else {
     std::vector<float> values;
-    for (int64_t first = 0; first < home.planes.numel; first += kStagedElements) {
-      values.resize(static_cast<size_t>(std::min(kStagedElements, home.planes.numel - first)));
+    for (int64_t first = 0; first < home.planes.numel;
+         first += static_cast<int64_t>(values.size())) {
+      const int64_t left = std::min(kStagedElements, home.planes.numel - first);
+      values.resize(static_cast<size_t>(std::min(left, numel_at_once(param, first))));
       for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
         read(param, plane, first, values);
         write_plane(home.planes, to, plane, first, values);
@@ -68,6 +70,12 @@ void StateStore::read_in_place() { homes_ = own_homes_; }
 
 StateAddress StateStore::host_states(int param) const {
   return home(param).tier == Tier::kDevice ? StateAddress{} : home(param).address;
+}
+
+int64_t StateStore::numel_at_once(int param, int64_t offset) const {
+  if (tier(param) != Tier::kNvme) return home(param).planes.numel - offset;
+  const int64_t chunk_numel = swap_->chunks(param).front().numel;
+  return chunk_numel - offset % chunk_numel;
 }
 
 void StateStore::clear() {

@@ -41,6 +41,10 @@ class StateStore {
   // `copy`, if at all.
   StateAddress host_states(int param) const;
 
+  // Elements from `offset` on that are moved together: to the end of the chunk on a drive, of the
+  // FlatParam elsewhere.
+  int64_t numel_at_once(int param, int64_t offset) const;
+
   // Masters, moments and gaps become zero.
   void clear();
 

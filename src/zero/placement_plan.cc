@@ -196,24 +196,33 @@ class Planner {
         placement = candidate;
       }
     }
-    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
-    for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
-      PlacementPlan candidate = placement;
-      if (chunk > 0 && !wanted_.swap_chunk) candidate.chunk_numel = chunk;
-      if (chunk > 0) candidate.swap_slots = kLeastSlots;
-      const bool found = (!wanted_.nvme_optimizer_blocks &&
-                          least_that_fits(candidate, params_, set_nvme_optimizer)) ||
-                         (!wanted_.nvme_param_blocks &&
-                          least_that_fits(candidate, states, [&](PlacementPlan& p, int n) {
-                            set_nvme_optimizer(p, states);
-                            set_nvme_params(p, n);
-                          }));
-      if (!found) continue;
-      placement = candidate;
-      return true;
+    // Smaller slots come before compute copies, which cross the drives three times a step.
+    for (const bool moves_copies : {false, true}) {
+      for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
+        PlacementPlan candidate = placement;
+        if (chunk > 0 && !wanted_.swap_chunk) candidate.chunk_numel = chunk;
+        if (chunk > 0) candidate.swap_slots = kLeastSlots;
+        if (!move_to_drives(candidate, moves_copies)) continue;
+        placement = candidate;
+        return true;
+      }
     }
     placement = base;
     return false;
+  }
+
+  // The fewest optimizer states, or, with all of them there, the fewest compute copies.
+  bool move_to_drives(PlacementPlan& placement, bool copies) const {
+    if (!copies) {
+      return !wanted_.nvme_optimizer_blocks &&
+             least_that_fits(placement, params_, set_nvme_optimizer);
+    }
+    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
+    return !wanted_.nvme_param_blocks &&
+           least_that_fits(placement, states, [states](PlacementPlan& p, int n) {
+             set_nvme_optimizer(p, states);
+             set_nvme_params(p, n);
+           });
   }
 
   // Applies `set(placement, n)` with the smallest n in [1, high] that fits.

@@ -4,7 +4,8 @@
 //   train_worker train-on MODEL RUN_DIR [SWAP_DIR]   likewise, saving in the background
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
 //                                                    trains two steps from random weights with so
-//                                                    many blocks' optimizer on the device, clipped
+//                                                    many blocks' optimizer on the device (-1: all
+//                                                    states in a swap directory), clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
 
@@ -45,7 +46,13 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
                     double clip) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = true;
-  config.placement.device_optimizer_blocks = device_blocks;
+  if (device_blocks >= 0) {
+    config.placement.device_optimizer_blocks = device_blocks;
+  } else {
+    config.nvme.paths = {run_dir + "/swap"};
+    config.placement.nvme_optimizer_blocks = 5;
+    config.placement.nvme_param_blocks = 5;
+  }
   config.optimizer.max_grad_norm = clip;
   const auto engine = Engine::open(model, config);
   for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));

@@ -102,6 +102,68 @@ TEST(PlacementPlan, WantedSettingsOutOfRangeAreRefusedByName) {
   }
 }
 
+size_t host_states(const PlanInput& input) {
+  size_t bytes = 0;
+  for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+    bytes += input.state_bytes(static_cast<int>(param));
+  return bytes;
+}
+
+PlanInput large_input() {
+  PlanInput input = small_input(8, 1);
+  for (FlatParamLayout& flat : input.layout.flat_params) flat.numel *= 64;
+  input.device_is_host = true;
+  return input;
+}
+
+// The less host memory, the more is on the drives: optimizer states of the last blocks first, then
+// of all, then compute copies.
+TEST(PlacementPlan, ShortHostMemoryMovesStatesToTheDrives) {
+  const PlanInput input = large_input();
+  const size_t states = host_states(input);
+  int swapped_before = 0;
+  int copies_before = 0;
+  for (const size_t percent : {130u, 100u, 75u, 50u, 40u, 33u, 28u}) {
+    const Budgets budgets{size_t{4} << 30, states * percent / 100, size_t{4} << 30};
+    const PlannedStep planned = make_placement(input, budgets, {}, profile());
+    EXPECT_LE(std::max(planned.train.host_bytes, planned.eval.host_bytes), budgets.host_bytes);
+    const PlanReport report = make_report(input, planned, budgets, profile());
+    EXPECT_GE(report.nvme_optimizer_blocks, swapped_before) << percent << " %";
+    EXPECT_GE(report.nvme_param_blocks, copies_before) << percent << " %";
+    EXPECT_EQ(report.nvme_optimizer_blocks > 0, percent < 130);
+    EXPECT_TRUE(report.nvme_param_blocks == 0 || report.nvme_optimizer_blocks == report.blocks);
+    EXPECT_EQ(report.nvme_bytes, planned.train.nvme_bytes);
+    swapped_before = report.nvme_optimizer_blocks;
+    copies_before = report.nvme_param_blocks;
+    const int last = report.blocks - 1;
+    if (report.nvme_optimizer_blocks > 0) {
+      EXPECT_EQ(planned.placement.params[static_cast<size_t>(last)].optimizer, Tier::kNvme);
+    }
+  }
+  EXPECT_GT(copies_before, 0);
+}
+
+TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {
+  const PlanInput input = large_input();
+  try {
+    make_placement(input, {size_t{4} << 30, host_states(input) / 20, size_t{1} << 20}, {},
+                   profile());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
+    EXPECT_THAT(error.what(), HasSubstr("host: needs at least"));
+    EXPECT_THAT(error.what(), HasSubstr("nvme: needs at least"));
+  }
+}
+
+// Where there are drives and host memory for all, nothing is written to them.
+TEST(PlacementPlan, DrivesAreUsedOnlyWhereHostMemoryIsShort) {
+  const PlanInput input = large_input();
+  const PlannedStep planned =
+      make_placement(input, {size_t{4} << 30, size_t{4} << 30, size_t{4} << 30}, {}, profile());
+  EXPECT_FALSE(planned.placement.uses_nvme());
+}
+
 TEST(PlanReport, HostBytesPerParameterAreFourteenWithClipping) {
   const PlanInput input = small_input(8, 1);
   PlacementConfig wanted;

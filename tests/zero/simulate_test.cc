@@ -82,5 +82,30 @@ TEST(SimulateSave, ASnapshotTakesTheDelayAway) {
   EXPECT_NEAR(save_beside(1e7, 4000000).stall_seconds, 0, 1e-6);
 }
 
+// A drive reads and writes by turns: however much compute there is to hide it, no step is shorter
+// than what its drives move, and a faster drive makes a step that they bound shorter.
+TEST(Simulate, DrivesBoundTheStep) {
+  const PlanInput input = small_input(8, 1);
+  PlacementPlan plan;
+  plan.params.resize(input.layout.flat_params.size(),
+                     {.resident = false, .optimizer = Tier::kNvme, .copy = Tier::kNvme});
+  HardwareProfile profile = default_profile("test", true, 2);
+  profile.nvme_read_bytes_per_s = 1e8;
+  profile.nvme_write_bytes_per_s = 5e7;
+  const StepPlan step = make_train_plan(input, plan);
+  size_t read = 0;
+  size_t written = 0;
+  for (const PlanOp& op : step.ops) {
+    (op.kind == OpKind::kSwapOutStates ? written : read) += op.swap_bytes;
+  }
+  const double bound = static_cast<double>(read) / 1e8 + static_cast<double>(written) / 5e7;
+  const double slow = simulate(input, step, profile).step_seconds;
+  EXPECT_GE(slow, bound);
+  EXPECT_LT(slow, 2 * bound);
+  profile.nvme_read_bytes_per_s *= 100;
+  profile.nvme_write_bytes_per_s *= 100;
+  EXPECT_LT(simulate(input, step, profile).step_seconds, slow / 2);
+}
+
 }  // namespace
 }  // namespace orlop
