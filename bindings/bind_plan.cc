@@ -30,6 +30,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("parameters", &PlanReport::parameters)
       .def_readonly("tokens_per_step", &PlanReport::tokens_per_step)
       .def_readonly("device_peak_bytes", &PlanReport::device_peak_bytes)
+      .def_readonly("device_fixed_bytes", &PlanReport::device_fixed_bytes)
       .def_readonly("device_budget_bytes", &PlanReport::device_budget_bytes)
       .def_readonly("host_bytes", &PlanReport::host_bytes)
       .def_readonly("host_budget_bytes", &PlanReport::host_budget_bytes)

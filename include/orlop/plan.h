@@ -32,6 +32,7 @@ struct ORLOP_EXPORT PlanReport {
   int64_t parameters = 0;
   int64_t tokens_per_step = 0;
   size_t device_peak_bytes = 0;
+  size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;

@@ -73,6 +73,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.tokens_per_step = input.shape.rows * input.micro_batches;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
+  report.device_fixed_bytes = input.device_fixed_bytes;
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
@@ -146,6 +147,7 @@ std::string PlanReport::to_json() const {
                              {"parameters", parameters},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
+                             {"device_fixed_bytes", device_fixed_bytes},
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},

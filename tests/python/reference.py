@@ -22,9 +22,10 @@ def load(folder: Path) -> torch.nn.Module:
 
 def batch_loss_sum(model: torch.nn.Module, batch: orlop.MicroBatch) -> torch.Tensor:
     """Summed cross-entropy over the labelled tokens; every packed document alone, from position 0."""
-    tokens = torch.from_numpy(np.array(batch.tokens)).long()
-    labels = torch.from_numpy(np.array(batch.labels)).long()
-    total = torch.zeros(())
+    device = next(model.parameters()).device
+    tokens = torch.from_numpy(np.array(batch.tokens)).long().to(device)
+    labels = torch.from_numpy(np.array(batch.labels)).long().to(device)
+    total = torch.zeros((), device=device)
     for begin, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         if (labels[begin:end] == orlop.IGNORED_LABEL).all():
             continue
