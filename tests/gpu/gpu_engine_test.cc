@@ -46,6 +46,7 @@ TEST_F(GpuEngine, TakesTheDeviceMemoryOfItsPlan) {
   shape.intermediate = 2816;
   shape.heads = 8;
   shape.vocab = 32000;
+  shape.positions = 512;
   spill(folder_ / "config.json", tiny_config(TinyFamily::kLlama, shape));
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = true;
@@ -104,7 +105,9 @@ TEST_F(GpuEngine, ABadDeviceIndexIsOneClearError) {
 }
 
 TEST_F(GpuEngine, ABudgetThatCannotHoldTheStepNamesTheShortage) {
-  write_tiny_model(folder_.path(), TinyFamily::kLlama);
+  TinyShape shape;
+  shape.positions = 8192;
+  write_tiny_model(folder_.path(), TinyFamily::kLlama, shape);
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.batch.sequence_length = 8192;
   config.batch.micro_batch_size = 64;

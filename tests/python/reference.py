@@ -64,9 +64,14 @@ def cosine(step: int, config: orlop.EngineConfig) -> float:
 
 
 def train(
-    model: torch.nn.Module, loader: orlop.DataLoader, config: orlop.EngineConfig, steps: int
+    model: torch.nn.Module,
+    loader: orlop.DataLoader,
+    config: orlop.EngineConfig,
+    steps: int,
+    autocast: torch.dtype | None = None,
 ) -> list[float]:
     """Losses of `steps` steps; the model holds the final weights."""
+    device = next(model.parameters()).device.type
     rate = config.optimizer.learning_rate
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.optimizer.weight_decay),
@@ -80,7 +85,8 @@ def train(
         count = labelled(batches)
         loss = 0.0
         for batch in batches:
-            part = batch_loss_sum(model, batch) / count
+            with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+                part = batch_loss_sum(model, batch) / count
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
