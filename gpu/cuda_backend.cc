@@ -73,6 +73,8 @@ const char* queue_name(QueueKind kind) {
       return "offload";
     case QueueKind::kComm:
       return "comm";
+    case QueueKind::kSave:
+      return "save";
   }
   return "?";
 }

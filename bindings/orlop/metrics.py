@@ -75,6 +75,7 @@ class StepRecorder:
             "clip": result.clip,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
+            **({"nonfinite": result.nonfinite} if result.skipped else {}),
             "labelled_tokens": result.labelled_tokens,
             "tok_per_s": rate,
             "model_flop_per_s": 6.0 * self._parameters * rate,
@@ -84,6 +85,7 @@ class StepRecorder:
             },
             "stall_ms": {
                 "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
+                "save": 1e3 * (stats.save_held_seconds - last.save_held_seconds),
             },
             "link_bytes": {
                 "upload": stats.uploaded_bytes - last.uploaded_bytes,

@@ -154,6 +154,8 @@ void take_name(const fs::path& root, int64_t step, const fs::path& made, const f
 
 }  // namespace
 
+fs::path checkpoint_folder(const fs::path& root, int64_t step) { return step_folder(root, step); }
+
 fs::path begin_checkpoint(const fs::path& root, int64_t step) {
   const fs::path folder = step_folder(root, step, kUnfinished);
   make_folder(root);

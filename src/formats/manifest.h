@@ -37,6 +37,9 @@ struct CheckpointEntry {
 
 enum class VerifyHashes : bool { kNo, kYes };
 
+// root/step-N, whether it is there or not.
+std::filesystem::path checkpoint_folder(const std::filesystem::path& root, int64_t step);
+
 // Makes `root` and an empty folder root/step-N.tmp, into which the checkpoint's files are then
 // written, and returns it. What an interrupted save of the same step left there is removed.
 std::filesystem::path begin_checkpoint(const std::filesystem::path& root, int64_t step);

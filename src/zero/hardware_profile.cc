@@ -37,6 +37,8 @@ std::string HardwareProfile::to_json() const {
                          {"offload_bytes_per_s", offload_bytes_per_s},
                          {"device_bytes_per_s", device_bytes_per_s},
                          {"host_bytes_per_s", host_bytes_per_s},
+                         {"nvme_read_bytes_per_s", nvme_read_bytes_per_s},
+                         {"nvme_write_bytes_per_s", nvme_write_bytes_per_s},
                          {"launch_seconds", launch_seconds}};
   return document.dump(2);
 }
@@ -77,6 +79,10 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
     read("launch_seconds", profile.launch_seconds);
+    if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
+      read("nvme_read_bytes_per_s", profile.nvme_read_bytes_per_s);
+      read("nvme_write_bytes_per_s", profile.nvme_write_bytes_per_s);
+    }
     profile.is_measured = true;
   } catch (const std::exception& error) {
     log_warning(

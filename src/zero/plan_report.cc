@@ -18,7 +18,8 @@ const char* purpose(const PlanBuffer& buffer) {
     case BufferKind::kGrad:
       return host ? "gradients, parked between waves" : "gradients, fp32";
     case BufferKind::kRoundedGrad:
-      return host ? "gradients, waiting for the norm" : "gradients, rounded";
+      if (!host) return "gradients, rounded";
+      return buffer.persistent ? "gradients, waiting for the norm" : "gradients, being read";
     case BufferKind::kInput:
       return "block inputs";
     case BufferKind::kActivationGrad:
@@ -28,6 +29,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "block workspace";
     case BufferKind::kState:
       return "masters and moments";
+    case BufferKind::kSnapshot:
+      return "snapshot for saves";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -95,6 +98,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
   report.activations_on_device = planned.placement.activations_on_device;
+  report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
@@ -103,6 +107,10 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  const SaveSimulation save = simulate_save(input, plan, profile);
+  report.save_bytes = save.bytes;
+  report.save_seconds = save.seconds;
+  report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
   return report;
 }
@@ -118,10 +126,10 @@ std::string PlanReport::to_text() const {
                       format_bytes(state_bytes), format_bytes(host_bytes),
                       format_bytes(host_budget_bytes));
   text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, "
-      "block "
-      "inputs on the {}\n",
-      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
+      "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
+      "block inputs on the {}\n",
+      resident_blocks, blocks, device_optimizer_blocks,
+      updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
@@ -138,6 +146,9 @@ std::string PlanReport::to_text() const {
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  text += fmt::format(
+      "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
+      format_bytes(save_bytes), save_seconds, save_stall_seconds);
   return text;
 }
 
@@ -158,9 +169,13 @@ std::string PlanReport::to_json() const {
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
                              {"activations_on_device", activations_on_device},
+                             {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"save_bytes", save_bytes},
+                             {"save_seconds", save_seconds},
+                             {"save_stall_seconds", save_stall_seconds},
                              {"time_is_measured", time_is_measured}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(
