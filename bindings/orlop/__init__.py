@@ -92,3 +92,20 @@ __all__ = [
     "errors",
     "plan",
 ]
+
+# The doors for PyTorch, each imported with torch when it is first asked for.
+_DOORS = {"Adam": "adamw", "AdamW": "adamw", "GradScaler": "grad_scaler"}
+
+
+def __getattr__(name):
+    if name not in _DOORS:
+        raise AttributeError(f"module 'orlop' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f".{_DOORS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *_DOORS])

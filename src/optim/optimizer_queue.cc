@@ -66,8 +66,10 @@ void OptimizerQueue::run() {
     running_ = false;
     if (error) {
       error_ = error;
+      open_gates(updates_, Gate::kFailed);
+      open_gates(updates_of(job), Gate::kFailed);
+      for (const UpdateJob& dropped : jobs_) open_gates(updates_of(dropped), Gate::kFailed);
       jobs_.clear();
-      open_all_gates(Gate::kFailed);
     }
     changed_.notify_all();
   }
@@ -75,15 +77,16 @@ void OptimizerQueue::run() {
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
   if (job.scalars.skip != 0) {
-    open_all_gates(job.version);
+    open_gates(updates_of(job), job.version);
     return;
   }
   const bool traced = tracer_ != nullptr && tracer_->enabled();
   const int lane = traced ? tracer_->lane("optimizer") : 0;
-  for (const HostUpdate& update : updates_) {
+  for (const HostUpdate& update : updates_of(job)) {
+    if (update.prepare) update.prepare();
     const auto begin = Tracer::Clock::now();
     for (const UpdatePart& part : update.parts) {
-      AdamHyper hyper = job.hyper;
+      AdamHyper hyper = part.hyper.value_or(job.hyper);
       if (!part.decay) hyper.weight_decay = 0;
       hyper.seed = part.seed;
       adam_step(part.shard, hyper, job.scalars.grad_scale, threads_);
@@ -95,8 +98,12 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
   }
 }
 
-void OptimizerQueue::open_all_gates(uint32_t version) {
-  for (const HostUpdate& update : updates_) open_gate(update.gate, version);
+const std::vector<HostUpdate>& OptimizerQueue::updates_of(const UpdateJob& job) const {
+  return job.updates ? *job.updates : updates_;
+}
+
+void OptimizerQueue::open_gates(const std::vector<HostUpdate>& updates, uint32_t version) {
+  for (const HostUpdate& update : updates) open_gate(update.gate, version);
 }
 
 }  // namespace orlop

@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -20,7 +23,8 @@ namespace orlop {
 struct UpdatePart {
   AdamShard shard;
   bool decay = true;
-  uint64_t seed = 0;  // stochastic rounding
+  uint64_t seed = 0;                 // stochastic rounding
+  std::optional<AdamHyper> hyper{};  // instead of the job's
 };
 
 // What the host updates of one FlatParam are made of.
@@ -28,6 +32,7 @@ struct HostUpdate {
   int param = -1;
   std::vector<UpdatePart> parts;
   Gate gate;
+  std::function<void()> prepare{};  // runs first, on the optimizer's thread; may be empty
 };
 
 // One step's update, over all host-resident FlatParams in the order of their next use.
@@ -36,6 +41,7 @@ struct UpdateJob {
   AdamHyper hyper;          // weight_decay applies to parts that decay
   uint32_t version = 0;     // what the gates become
   int64_t engine_step = 0;  // for error messages
+  std::shared_ptr<const std::vector<HostUpdate>> updates{};  // instead of the queue's own
 };
 
 // Runs host updates on its own thread ("optimizer"), which drives an OpenMP team. A gate opens as
@@ -62,7 +68,8 @@ class OptimizerQueue {
  private:
   void run();
   void run_job(const UpdateJob& job);
-  void open_all_gates(uint32_t version);
+  const std::vector<HostUpdate>& updates_of(const UpdateJob& job) const;
+  void open_gates(const std::vector<HostUpdate>& updates, uint32_t version);
 
   std::vector<HostUpdate> updates_;
   int threads_;
