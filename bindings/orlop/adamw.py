@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 import weakref
 
 from . import _orlop, errors, torch_support
@@ -104,7 +105,9 @@ class AdamW(torch.optim.Optimizer):
         if module is not None:
             self._gate = ForwardGate(self, module)
             self._hooks[None] = self._gate.handles
-        self._finalizer = weakref.finalize(self, _shut_down, self._hooks, self._links, self._parts)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
+        )
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -516,8 +519,11 @@ def _after_accumulation(optimizer, p):
             owner._slots[p].take_gradient()
 
 
-def _shut_down(hooks, links, parts):
-    """The end of an optimizer, called once: by close(), by the collector or at exit."""
+def _shut_down(owner, hooks, links, parts):
+    """The end of an optimizer, called once: by close(), by the collector or at exit. Not in a fork, which has
+    neither its thread nor its memory."""
+    if os.getpid() != owner:
+        return
     for handles in hooks.values():
         for handle in handles:
             handle.remove()

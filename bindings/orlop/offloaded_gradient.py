@@ -78,8 +78,9 @@ class OffloadedGradient(torch.Tensor):
         name = getattr(func, "__name__", "")
         changes = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_DUNDERS
         bring = _restore if changes or "out" in kwargs or name == "__set__" else _read
+        brought: dict[int, torch.Tensor] = {}  # one tensor for each gradient, however often it occurs
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_map(bring, args), **_map(bring, kwargs))
+            return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
 
 
 _IN_PLACE_DUNDERS = {
@@ -87,13 +88,15 @@ _IN_PLACE_DUNDERS = {
 }  # fmt: skip
 
 
-def _map(bring, value):
+def _map(bring, value, brought):
     if isinstance(value, OffloadedGradient):
-        return bring(value)
+        if id(value) not in brought:
+            brought[id(value)] = bring(value)
+        return brought[id(value)]
     if isinstance(value, (list, tuple)):
-        return type(value)(_map(bring, item) for item in value)
+        return type(value)(_map(bring, item, brought) for item in value)
     if isinstance(value, dict):
-        return {key: _map(bring, item) for key, item in value.items()}
+        return {key: _map(bring, item, brought) for key, item in value.items()}
     return value
 
 
