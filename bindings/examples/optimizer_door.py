@@ -1,8 +1,9 @@
 """The loop of plain_loop.py with optimizer states in host memory: one line new, one changed."""
 
-import orlop
 import torch
 from common import batches, build_model
+
+import orlop
 
 model = build_model()
 opt = orlop.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)

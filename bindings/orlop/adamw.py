@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
@@ -13,19 +12,13 @@ import weakref
 from . import _orlop, errors, torch_support
 from .torch_support import torch
 
+from .adam_checks import check_choice, check_hyperparameters, match_groups, match_states  # isort: skip
 from .device_link import DeviceLink  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
 from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
 
 _log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_REFUSED = {
-    "amsgrad": "the maximum of exp_avg_sq is not kept",
-    "capturable": "the update runs on the host, which no CUDA graph can hold",
-    "differentiable": "the update writes the weights outside of autograd",
-    "foreach": "every step already goes over all tensors in one call; leave it at None",
-    "fused": "the update is one fused pass already; leave it at None",
-}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -68,9 +61,9 @@ class AdamW(torch.optim.Optimizer):
         moments="fp32",
         threads=0,
     ):
-        _check_choice("gradients", gradients, ("auto", "leave", "stay"))
-        _check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
-        _check_choice("moments", moments, tuple(_MOMENTS))
+        check_choice("gradients", gradients, ("auto", "leave", "stay"))
+        check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
+        check_choice("moments", moments, tuple(_MOMENTS))
         self._module, self._threads = module, threads
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
         self._native = _orlop.TensorOptimizer(threads)
@@ -124,7 +117,7 @@ class AdamW(torch.optim.Optimizer):
     def _check_groups(self, groups):
         named = []
         for index, group in enumerate(groups):
-            _check_hyperparameters(group, f"group {index}")
+            check_hyperparameters(group, f"group {index}")
             for position, p in enumerate(group["params"]):
                 name = self._name(p, index, position)
                 torch_support.check_parameter(p, name)
@@ -140,8 +133,13 @@ class AdamW(torch.optim.Optimizer):
 
     def _leaves(self, p):
         return self._gradients == "leave" or (
-            self._gradients == "auto" and (p.is_cuda or self._module is not None)
+            self._gradients == "auto" and (self._is_away(p) or self._module is not None)
         )
+
+    @staticmethod
+    def _is_away(p):
+        """Whether the weights lie on a device, so that gradients and weights have to be copied."""
+        return p.is_cuda
 
     def _adopt(self, params):
         """Makes room for the states of parameters that have none yet, in one piece."""
@@ -149,33 +147,34 @@ class AdamW(torch.optim.Optimizer):
         if not params:
             return
         leaves = [self._leaves(p) for p in params]
-        if any(leaves) and torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                raise errors.UsageError(
-                    f'gradients="leave" takes gradients before {torch.distributed.get_world_size()} ranks have '
-                    'averaged them; use gradients="stay"'
-                )
+        if any(leaves) and (ranks := _world_size()) > 1:
+            raise errors.UsageError(
+                f'gradients="leave" takes gradients before {ranks} ranks have averaged them; '
+                'use gradients="stay"'
+            )
         specs = [
             _orlop.TensorSpec(
                 name=self._names[p],
                 dtype=torch_support.DTYPES[p.dtype],
                 moment_dtype=torch_support.DTYPES[self._moments],
                 numel=p.numel(),
-                weights=0 if p.is_cuda else p.data_ptr(),
-                keep_gradient=leave,
+                weights=0 if self._is_away(p) else p.data_ptr(),
+                keep_gradient=leave or self._is_away(p),
                 seed=len(self._slots) + i,
             )
             for i, (p, leave) in enumerate(zip(params, leaves, strict=True))
         ]
-        first = self._native.add(specs, [None if p.is_cuda else p.detach() for p in params])
+        first = self._native.add(specs, [None if self._is_away(p) else p.detach() for p in params])
         for p in params:
-            if p.is_cuda and p.device not in self._links:
+            if self._is_away(p) and p.device not in self._links:
                 self._links[p.device] = DeviceLink(p.device)
         for link in self._links.values():
             link.pin(self._native.ranges())
         for i, p in enumerate(params):
             link = self._links.get(p.device)
-            slot = Slot(self._native, first + i, p, self._names[p], self._moments, link, leaves[i])
+            slot = Slot(
+                self._native, first + i, p, self._names[p], self._moments, link, leaves[i] or bool(link)
+            )
             self._slots[p] = slot
             if leaves[i]:
                 self._hook(p)
@@ -247,7 +246,7 @@ class AdamW(torch.optim.Optimizer):
             self._adopt(late)
         work = []
         for index, group in enumerate(self.param_groups):
-            _check_hyperparameters(group, f"group {index}")
+            check_hyperparameters(group, f"group {index}")
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -255,8 +254,10 @@ class AdamW(torch.optim.Optimizer):
                 if not slot.is_away:
                     slot.drop_gradient()
                     self._check_gradient(p)
-                    if slot.link:
+                    if slot.link and self._leaves(p):
                         slot.take_gradient()
+                    elif slot.link:
+                        slot.copy_gradient()
                 work.append((slot, group))
         return work
 
@@ -266,24 +267,21 @@ class AdamW(torch.optim.Optimizer):
                 f"{self._names[p]} has a sparse gradient, which Adam cannot use; build its module with sparse=False"
             )
         if p.grad.dtype not in torch_support.DTYPES:
-            raise TypeError(f"the gradient of {self._names[p]} is {p.grad.dtype}; float32, bfloat16 or float16 is needed")
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}; float32, bfloat16 or float16 is needed"
+            )
+        if self._slots[p].link and p.grad.dtype != p.dtype:
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}, on a device it is to be {p.dtype} as the weight is"
+            )
 
     def _norm(self, work):
         """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
         square_sum, bad = 0.0, None
-        plain = [slot for slot, _ in work if not slot.is_away]
-        views = [slot.view() for slot in plain]
-        sums = {}
-        for slot, (view, _) in zip(plain, views, strict=True):
-            total, first, _ = self._native.norm([view])
-            sums[slot] = (total, first < 0)
         for slot, _ in work:
-            if slot.is_away:
-                total, finite = slot.gradient_norm(slot.stand_in) ** 2, slot.gradient_is_finite(slot.stand_in)
-            else:
-                total, finite = sums[slot]
-            square_sum += total
-            if not finite and bad is None:
+            total, finite = slot.squares()
+            square_sum += total * slot.factor**2
+            if bad is None and not (finite and math.isfinite(slot.factor)):
                 bad = slot
         return math.sqrt(square_sum) if square_sum >= 0 else square_sum, bad
 
@@ -403,7 +401,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _slot_of(self, p):
         if p not in self._slots:
-            raise errors.UsageError("this tensor is frozen or not a parameter of the optimizer: it has no states")
+            raise errors.UsageError(
+                "this tensor is frozen or not a parameter of the optimizer: it has no states"
+            )
         return self._slots[p]
 
     def gradient(self, p):
@@ -453,10 +453,10 @@ class AdamW(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        groups = _match_groups(self.param_groups, state_dict, self._decoupled)
+        groups = match_groups(self.param_groups, state_dict, self._decoupled)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        by_param = _match_states(dict(zip(saved_ids, params, strict=True)), state_dict["state"], self._names)
+        by_param = match_states(dict(zip(saved_ids, params, strict=True)), state_dict["state"], self._names)
         self._check_groups(groups)
         self.param_groups[:] = groups
         self._adopt(by_param)
@@ -500,8 +500,15 @@ class Adam(AdamW):
 
     _decoupled = False
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, **options):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, **options
+    ):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _world_size():
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _before_accumulation(optimizer, parameter, _gradient):
@@ -532,83 +539,3 @@ def _shut_down(owner, hooks, links, parts):
         link.close()
     for native in parts:
         native.close()
-
-
-def _check_choice(name, value, known):
-    if value not in known:
-        raise errors.UsageError(f"{name} = {value!r} is not known; use one of {', '.join(map(repr, known))}")
-
-
-def _check_hyperparameters(group, where):
-    """torch's ranges and exceptions; options that are not there are refused by name."""
-    for option, reason in _REFUSED.items():
-        if group.get(option):
-            raise errors.UsageError(f"{where}: {option}=True is not supported by orlop.AdamW: {reason}")
-    beta1, beta2 = group["betas"]
-    for name, value, fits in (
-        ("learning rate", group["lr"], group["lr"] >= 0 and math.isfinite(group["lr"])),
-        ("epsilon value", group["eps"], group["eps"] >= 0 and math.isfinite(group["eps"])),
-        ("beta parameter at index 0", beta1, 0 <= beta1 < 1),
-        ("beta parameter at index 1", beta2, 0 <= beta2 < 1),
-        ("weight_decay value", group["weight_decay"], 0 <= group["weight_decay"] < math.inf),
-    ):
-        if not fits:
-            raise ValueError(f"{where}: Invalid {name}: {value}")
-
-
-def _match_groups(present, state_dict, decoupled):
-    """The saved groups over the present parameters; raises as torch does when they do not fit."""
-    saved = state_dict["param_groups"]
-    if len(saved) != len(present):
-        raise ValueError(
-            f"loaded state dict has a different number of parameter groups: {len(saved)}, here are {len(present)}"
-        )
-    for i, (new, old) in enumerate(zip(saved, present, strict=True)):
-        if len(new["params"]) != len(old["params"]):
-            raise ValueError(
-                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                f"group {i} has {len(new['params'])} parameters, here are {len(old['params'])}"
-            )
-        if new.get("decoupled_weight_decay", decoupled) != decoupled:
-            raise ValueError(
-                f"group {i} was saved by {'Adam' if decoupled else 'AdamW'}, whose weight decay means something else"
-            )
-    merged = []
-    for new, old in zip(saved, present, strict=True):
-        group = copy.deepcopy({key: value for key, value in new.items() if key != "params"})
-        # fused and foreach only choose how torch computes the same step.
-        group.update({key: None for key in ("fused", "foreach") if key in group})
-        for key, value in old.items():
-            group.setdefault(key, value)
-        group["params"] = old["params"]
-        merged.append(group)
-    return merged
-
-
-def _match_states(param_of_id, states, names):
-    """Saved states by parameter; raises a ValueError that lists everything that does not fit."""
-    wrong, matched = [], {}
-    for key, state in states.items():
-        if key not in param_of_id:
-            wrong.append(f"state {key!r} belongs to no parameter")
-            continue
-        p = param_of_id[key]
-        name = names[p]
-        missing = [k for k in ("step", *MOMENT_KEYS) if k not in state]
-        if missing:
-            wrong.append(f"{name} lacks {', '.join(missing)}")
-            continue
-        if "max_exp_avg_sq" in state:
-            wrong.append(f"{name} was trained with amsgrad=True, which orlop.AdamW does not support")
-        for k in MOMENT_KEYS:
-            if state[k].shape != p.shape:
-                wrong.append(f"{k} of {name} has shape {list(state[k].shape)}, the parameter {list(p.shape)}")
-        rest = MASTER_KEY.get(p.dtype)
-        expected = torch.int16 if rest == "master_lo" else torch.float32
-        if rest in state and (state[rest].dtype != expected or state[rest].shape != p.shape):
-            state = {k: v for k, v in state.items() if k != rest}  # another optimizer rewrote it
-        matched[p] = state
-    if wrong:
-        raise ValueError("loaded state dict does not fit: " + "; ".join(wrong))
-    return matched
-

@@ -39,7 +39,9 @@ class ForwardGate:
         reference = weakref.ref(self)
         self.handles = []
         for unit, (part, _) in enumerate(units):
-            self.handles.append(part.register_forward_pre_hook(functools.partial(_before_forward, reference, unit)))
+            self.handles.append(
+                part.register_forward_pre_hook(functools.partial(_before_forward, reference, unit))
+            )
             self.handles.append(part.register_state_dict_pre_hook(functools.partial(_before_read, reference)))
 
     def close(self, slots: list) -> None:

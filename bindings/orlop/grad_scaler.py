@@ -17,7 +17,9 @@ class GradScaler(torch.amp.GradScaler):
                  growth_interval=2000, enabled=True, *, min_scale=1.0, max_failures=10):  # fmt: skip
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if not 0 < min_scale <= init_scale:
-            raise errors.UsageError(f"GradScaler: min_scale {min_scale} is not in (0, init_scale {init_scale}]")
+            raise errors.UsageError(
+                f"GradScaler: min_scale {min_scale} is not in (0, init_scale {init_scale}]"
+            )
         self.min_scale, self.max_failures, self.failures = float(min_scale), int(max_failures), 0
         self._optimizers = []
 
@@ -37,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         bad = self._first_bad() if overflow else ""
         self._optimizers.clear()
         super().update(new_scale)
-        at_floor = float(self._scale) < self.min_scale or float(self._scale) == self.min_scale and overflow
+        at_floor = float(self._scale) < self.min_scale or (float(self._scale) == self.min_scale and overflow)
         if float(self._scale) < self.min_scale:
             self._scale.fill_(self.min_scale)
         self.failures = self.failures + 1 if overflow and at_floor else 0
@@ -68,4 +70,3 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.failures = state_dict.get("failures", 0)
-

@@ -28,10 +28,30 @@ _METADATA = {
     torch.numel,
 } | {
     getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape dtype device layout ndim is_sparse is_cuda is_cpu is_leaf is_quantized is_meta is_nested "
-        "is_mps is_xpu requires_grad grad_fn names _version _backward_hooks retains_grad itemsize nbytes"
-    ).split()
+    for name in [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_cuda",
+        "is_cpu",
+        "is_leaf",
+        "is_quantized",
+        "is_meta",
+        "is_nested",
+        "is_mps",
+        "is_xpu",
+        "requires_grad",
+        "grad_fn",
+        "names",
+        "_version",
+        "_backward_hooks",
+        "retains_grad",
+        "itemsize",
+        "nbytes",
+    ]
     if hasattr(torch.Tensor, name)
 }
 
@@ -76,7 +96,7 @@ class OffloadedGradient(torch.Tensor):
             if result is not NotImplemented:
                 return result
         name = getattr(func, "__name__", "")
-        changes = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_DUNDERS
+        changes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
         bring = _restore if changes or "out" in kwargs or name == "__set__" else _read
         brought: dict[int, torch.Tensor] = {}  # one tensor for each gradient, however often it occurs
         with torch._C.DisableTorchFunctionSubclass():

@@ -78,7 +78,8 @@ class Slot:
         self.count = 0  # micro-batches in it
         self.factor = 1.0
         self.summed = False
-        self.square_sum: tuple[float, int] | None = None  # before `factor`; first bad element or -1
+        self.square_sum: tuple[float, bool] | None = None  # of a gradient that has left
+        self.copied = False  # an equal copy of the plain `p.grad` is in host memory
         self.arrival = None  # event of the copy in flight
 
     def before_accumulation(self) -> None:
@@ -97,9 +98,9 @@ class Slot:
         grad = self.param.grad
         if grad is None or grad is self.stand_in:
             return
-        grad = in_layout_of(grad.detach(), self.param)
         if grad.dtype != self.dtype or grad.layout != torch.strided:
             return  # stays where it is
+        grad = in_layout_of(grad.detach(), self.param)
         self.native.wait([self.index])  # an update or a sum may still read what is overwritten
         if self.count == 1 and not self.summed:
             self._add_to_sum(first=True)
@@ -111,6 +112,12 @@ class Slot:
         self.square_sum = None
         self.stand_in = OffloadedGradient.make(self.param, self)
         self.param.grad = self.stand_in
+
+    def copy_gradient(self) -> None:
+        """Copies the plain `p.grad` of a device for the update, and leaves it there."""
+        self.native.wait([self.index])
+        self.arrival = self._copy_to_host(flat(in_layout_of(self.param.grad.detach(), self.param)))
+        self.copied = True
 
     def _copy_to_host(self, grad: torch.Tensor):
         if self.link:
@@ -126,9 +133,9 @@ class Slot:
         self.summed = True
 
     def drop_gradient(self) -> None:
-        if self.stand_in is not None:
-            if self.param.grad is self.stand_in:
-                self.param.grad = None
+        if self.is_away:
+            self.param.grad = None
+        if self.stand_in is not None or self.copied:
             self._forget()
 
     @property
@@ -146,17 +153,20 @@ class Slot:
 
     def view(self) -> tuple[_orlop.GradientView, torch.Tensor]:
         """The gradient that an update reads, and the tensor that owns its memory."""
-        if self.is_away:
+        if self.is_away or self.copied:
             owner = self.sum if self.summed else self.host_gradient
         else:
             owner = in_layout_of(self.param.grad.detach(), self.param)
         return _orlop.GradientView(owner.data_ptr(), DTYPES[owner.dtype], self.numel), owner
 
-    def _squares(self) -> tuple[float, int]:
-        if self.square_sum is None:
+    def squares(self) -> tuple[float, bool]:
+        """Sum of the squares of the gradient before `factor`, and whether all of it is finite."""
+        if self.square_sum is not None and self.is_away:
+            return self.square_sum
+        if self.is_away or self.copied:
             self._arrived()
-            total, bad, element = self.native.norm([self.view()[0]])
-            self.square_sum = (total, element if bad >= 0 else -1)
+        total, bad, _ = self.native.norm([self.view()[0]])
+        self.square_sum = (total, bad < 0)
         return self.square_sum
 
     # What OffloadedGradient asks. A stand-in that is no longer in `p.grad` has lost its gradient.
@@ -187,8 +197,8 @@ class Slot:
 
     def gradient_norm(self, gradient: OffloadedGradient) -> float:
         self._check_current(gradient)
-        return math.sqrt(self._squares()[0]) * abs(self.factor)
+        return math.sqrt(self.squares()[0]) * abs(self.factor)
 
     def gradient_is_finite(self, gradient: OffloadedGradient) -> bool:
         self._check_current(gradient)
-        return self._squares()[1] < 0 and math.isfinite(self.factor)
+        return self.squares()[1] and math.isfinite(self.factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from . import errors
@@ -60,9 +61,7 @@ def in_layout_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         tensor = tensor.resolve_neg().resolve_conj()
     if tensor.stride() == parameter.stride() or (tensor.is_contiguous() and parameter.is_contiguous()):
         return tensor
-    copy = torch.empty_strided(
-        parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
 
 
@@ -112,7 +111,7 @@ def check_disjoint(named: list[tuple[str, torch.Tensor]]) -> None:
         for name, p in named
         if p.numel() > 0 and p.device.type in ("cpu", "cuda")
     )
-    for (device, _, end, name), (other_device, begin, _, other) in zip(ranges, ranges[1:], strict=False):
+    for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(ranges):
         if device == other_device and begin < end:
             raise errors.UsageError(
                 f"{name} and {other} share memory; tie weights by using one Parameter in both places"

@@ -190,7 +190,9 @@ def test_groups_keep_number_and_order():
     """Case B-06: an empty group and a frozen one are seen by a scheduler where they were given."""
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     p = torch.nn.Parameter(torch.ones(4))
-    optimizer = orlop.AdamW([{"params": [], "lr": 1.0}, {"params": [frozen], "lr": 2.0}, {"params": [p], "lr": 3.0}])
+    optimizer = orlop.AdamW(
+        [{"params": [], "lr": 1.0}, {"params": [frozen], "lr": 2.0}, {"params": [p], "lr": 3.0}]
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert scheduler.get_last_lr() == [1.0, 2.0, 3.0]
     backward(p)
@@ -242,7 +244,11 @@ def test_hyperparameters_out_of_range(options, text):
     [
         (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)), TypeError, "float64"),
         (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)), TypeError, "complex64"),
-        (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False), TypeError, "int64"),
+        (
+            lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False),
+            TypeError,
+            "int64",
+        ),
         (lambda: torch.nn.Parameter(torch.ones(3, device="meta")), orlop.UsageError, "meta"),
         (lambda: torch.nn.Parameter(torch.ones(2, 6)[:, ::2]), orlop.UsageError, "contiguous"),
         (lambda: torch.nn.Parameter(torch.ones(1).expand(4)), orlop.UsageError, "contiguous"),
@@ -316,7 +322,9 @@ def test_closed_optimizer():
         optimizer.step()
 
 
-@pytest.mark.parametrize("action", [copy.deepcopy, lambda o: __import__("pickle").dumps(o)], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "action", [copy.deepcopy, lambda o: __import__("pickle").dumps(o)], ids=["deepcopy", "pickle"]
+)
 def test_copies_are_refused(action):
     (_, optimizer), _ = pair()
     with pytest.raises(orlop.UsageError, match="state_dict"):
@@ -428,7 +436,9 @@ def test_edited_gradients_count(clip, gradients):
             backward(p, step)
             p.grad.mul_(10)
         expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
-        norm = optimizer.clip_grad_norm_(1.0) if clip == "ours" else torch.nn.utils.clip_grad_norm_([ours], 1.0)
+        norm = (
+            optimizer.clip_grad_norm_(1.0) if clip == "ours" else torch.nn.utils.clip_grad_norm_([ours], 1.0)
+        )
         torch.testing.assert_close(norm, expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(optimizer.gradient(ours), theirs.grad, atol=1e-6, rtol=1e-5)
         for o in (optimizer, reference):

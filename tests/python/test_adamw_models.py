@@ -60,7 +60,9 @@ def test_losses_within_one_percent(model_dir, kind, dtype, hidden):
         folder, dtype, lambda m: plain(m.parameters(), lr=1e-3) if plain else MasterAdamW(m, lr=1e-3)
     )
     options = (lambda m: {"module": m}) if hidden else (lambda m: {})
-    got = train(folder, dtype, lambda m: orlop.AdamW(m.parameters(), lr=1e-3, **options(m)), checkpointing=hidden)
+    got = train(
+        folder, dtype, lambda m: orlop.AdamW(m.parameters(), lr=1e-3, **options(m)), checkpointing=hidden
+    )
     worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))
     assert got[-1] < 0.8 * got[0]
     assert worst <= 0.01, worst

@@ -84,7 +84,9 @@ def train(optimizer_class, count=1, weight_decay=0.1, accumulation=1, max_norm=N
     if make:
         options = {**options, **make(model)}
     optimizer = optimizer_class(groups(model, count, weight_decay), lr=3e-3, **options)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1) if schedule else None
+    scheduler = (
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1) if schedule else None
+    )
     losses, norms = [], []
     for step, (x, y) in enumerate(batches(steps)):
         if frozen and step == 30:

@@ -26,7 +26,11 @@ def build(dtype=torch.float32, optimizer_class=orlop.AdamW, **options):
 def train(params, optimizer, steps, first=0):
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
-        loss = sum((p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum() for p in params if p.requires_grad)
+        loss = sum(
+            (p * torch.randn(p.shape, generator=generator).to(p.dtype)).sum()
+            for p in params
+            if p.requires_grad
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
