@@ -93,8 +93,13 @@ __all__ = [
     "plan",
 ]
 
-# The doors for PyTorch, each imported with torch when it is first asked for.
-_DOORS = {"Adam": "adamw", "AdamW": "adamw", "GradScaler": "grad_scaler"}
+# The doors for PyTorch, each imported with torch when it is first asked for; None: the module itself.
+_DOORS = {
+    "Adam": ("adamw", "Adam"),
+    "AdamW": ("adamw", "AdamW"),
+    "GradScaler": ("grad_scaler", "GradScaler"),
+    "hf": ("hf", None),
+}
 
 
 def __getattr__(name):
@@ -102,7 +107,10 @@ def __getattr__(name):
         raise AttributeError(f"module 'orlop' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f".{_DOORS[name]}", __name__), name)
+    module, attribute = _DOORS[name]
+    value = importlib.import_module(f".{module}", __name__)
+    if attribute is not None:
+        value = getattr(value, attribute)
     globals()[name] = value
     return value
 

@@ -102,6 +102,27 @@ class AdamW(torch.optim.Optimizer):
             self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
         )
 
+    @classmethod
+    def from_torch(cls, optimizer, **options):
+        """An orlop optimizer in the place of a torch.optim.AdamW or Adam: its groups, hyperparameters and
+        state. `options` are those of this class that torch lacks."""
+        if isinstance(optimizer, AdamW):
+            return optimizer
+        if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+            raise errors.UsageError(
+                f"{type(optimizer).__name__} cannot run on host states; torch.optim.AdamW, torch.optim.Adam, "
+                "orlop.AdamW and orlop.Adam can"
+            )
+        first = optimizer.param_groups[0]
+        decoupled = first.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        hyper = {key: first[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        made = (AdamW if decoupled else Adam)(
+            [{"params": list(group["params"])} for group in optimizer.param_groups], **hyper, **options
+        )
+        made.load_state_dict(optimizer.state_dict())
+        made.defaults.update({k: v for k, v in optimizer.defaults.items() if k in hyper})
+        return made
+
     # --- parameters -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group):

@@ -42,7 +42,12 @@ class ForwardGate:
             self.handles.append(
                 part.register_forward_pre_hook(functools.partial(_before_forward, reference, unit))
             )
-            self.handles.append(part.register_state_dict_pre_hook(functools.partial(_before_read, reference)))
+            # A read or write of the whole part waits for everything. (The public name came after torch 2.4.)
+            on_load = getattr(
+                part, "register_load_state_dict_pre_hook", part._register_load_state_dict_pre_hook
+            )
+            for register in (part.register_state_dict_pre_hook, on_load):
+                self.handles.append(register(functools.partial(_before_access, reference)))
 
     def close(self, slots: list) -> None:
         """These slots, in the order of their updates, are being written."""
@@ -78,7 +83,7 @@ def _before_forward(gate, unit, *_):
         gate.pass_unit(unit)
 
 
-def _before_read(gate, *_):
+def _before_access(gate, *_):
     gate = gate()
     if gate is not None:
         gate.synchronize()
