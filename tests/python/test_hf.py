@@ -205,3 +205,16 @@ def test_torch_optimizer_taken_over_in_the_middle():
         if step == 3:
             other = orlop.AdamW.from_torch(other)
     torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+
+
+def test_axolotl_plugin(model_dir, tmp_path):
+    """The plug-in's groups are those of the Trainer: decay for matrices only."""
+    pytest.importorskip("axolotl.integrations.base")
+    from orlop.integrations.axolotl import Plugin
+
+    trainer = make_trainer(model_dir("llama", True), tmp_path, weight_decay=0.1)
+    trainer.optimizer = Plugin().create_optimizer({}, trainer)
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
+    assert all(p.ndim == 1 for p in trainer.optimizer.param_groups[1]["params"])
+    trainer.train()
+    assert trainer.optimizer is not None and len(log(trainer)) == 12
