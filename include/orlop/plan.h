@@ -54,7 +54,8 @@ struct ORLOP_EXPORT PlanReport {
   double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
-      false;  // false: from default bandwidths, not from `orlop doctor --measure`
+      false;            // false: from default bandwidths, not from `orlop doctor --measure`
+  std::string profile;  // the file that holds them, if they are measured
 
   std::string to_text() const;  // the table that `orlop plan` prints
   std::string to_json() const;
