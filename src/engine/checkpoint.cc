@@ -143,15 +143,6 @@ void read_states(const SafetensorsReader& reader, const ModelLayout& layout, Sta
   }
 }
 
-// Those of a run that was left behind by going back to an older checkpoint. They do not push out
-// what was just written.
-size_t newer_checkpoints(const fs::path& root, int64_t step) {
-  const std::vector<CheckpointEntry> entries = list_checkpoints(root);
-  return static_cast<size_t>(
-      std::count_if(entries.begin(), entries.end(),
-                    [&](const CheckpointEntry& entry) { return entry.step > step; }));
-}
-
 }  // namespace
 
 fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
@@ -170,7 +161,7 @@ fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& lay
   manifest.state = to_json(training);
   manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
   const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
+  prune_checkpoints(root, keep);
   return complete;
 }
 

@@ -84,7 +84,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
   planning.budgets.host_bytes = config.limits.host_bytes.value_or(
       static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostShare));
-  planning.profile = load_profile(info.name, info.is_host, planning.threads);
+  planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
   planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,
