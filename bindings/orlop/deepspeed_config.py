@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import difflib
 import math
 import os
@@ -210,7 +211,9 @@ class DeepSpeedConfig:
                 raise UsageError(f"{self.source}: {name} = {self[name]} is not positive")
         if total is None and micro is None:
             if steps is not None:
-                raise UsageError(f"{self.source}: {names[2]} alone gives no batch; add {names[0]} or {names[1]}")
+                raise UsageError(
+                    f"{self.source}: {names[2]} alone gives no batch; add {names[0]} or {names[1]}"
+                )
             return
         if micro is None:
             steps = steps or 1
@@ -266,12 +269,10 @@ def _parse(path: str, key: table.Key, value: Any, source: str) -> Any:
     if value is None and (key.default is None or dict in kinds):
         return key.default
     if isinstance(value, str) and not ({str} & set(kinds)):  # "5e8" in quotes
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and (not math.isfinite(value) or value < 0 and key.default != -1):
+    if number and (not math.isfinite(value) or (value < 0 and key.default != -1)):
         raise UsageError(f"{source}: {path} = {value!r} is no number that can be used here")
     if int in kinds and number and value == int(value):
         return int(value)

@@ -137,8 +137,8 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Key("A", 0.8, "share of the cores that update"),
     "zero_optimization.zenflow": Key("R", None, "changes the numbers; not implemented", dict),
     # I/O, activations
-    "aio.block_size": Key("A", 1 << 20, "of aio_handle's requests"),
-    "aio.queue_depth": Key("A", 8, "of aio_handle"),
+    "aio.block_size": Key("B", 1 << 20, "give it to ops.aio.aio_handle"),
+    "aio.queue_depth": Key("B", 8, "give it to ops.aio.aio_handle"),
     "aio.intra_op_parallelism": Key("B", 1, _IO),
     "aio.thread_count": Key("B", 1, _IO),
     "aio.single_submit": Key("B", False, _IO),
