@@ -10,7 +10,8 @@
 #include "nvme/aligned_memory.h"
 #include "nvme/shard_file.h"
 
-namespace orlop::nvme {
+namespace orlop {
+namespace nvme {
 namespace {
 
 constexpr double kGoodEnough = 0.97;
@@ -67,24 +68,27 @@ double measure_bandwidth(IoQueue& queue, IoOp op, int fd, uint64_t offset,
   return static_cast<double>(memory.size()) / seconds.count() / (1 << 30);
 }
 
+}  // namespace nvme
+
 SweepResult sweep_aio(const SweepOptions& options) {
   check(!options.block_bytes.empty() && !options.depths.empty() && options.repeats > 0,
         ErrorCode::kUsage, "sweep_aio: give at least one block size, one depth and one repeat");
-  ShardFile file({options.directory, 0, default_run_id(), options.direct});
+  nvme::ShardFile file({options.directory, 0, nvme::default_run_id(), options.direct});
   const size_t bytes = options.file_bytes / file.alignment() * file.alignment();
   check(bytes > 0, ErrorCode::kUsage, "sweep_aio: a file of {} bytes is too small",
         options.file_bytes);
   file.reserve(file.alignment(), bytes, 0);
-  const AlignedMemory memory(bytes, file.alignment());
+  const nvme::AlignedMemory memory(bytes, file.alignment());
   std::memset(memory.data(), 0x5a, bytes);
   const std::span<std::byte> data = memory.span();
 
+  const nvme::IoEngine engine = nvme::parse_io_engine(options.engine);
   SweepResult result;
   result.direct = file.direct();
   for (const size_t block : options.block_bytes) {
     for (const unsigned depth : options.depths) {
-      IoQueue queue(make_io_backend(options.engine, depth).backend, {block, depth});
-      queue.with_backend([&](IoBackend& backend) {
+      nvme::IoQueue queue(nvme::make_io_backend(engine, depth).backend, {block, depth});
+      queue.with_backend([&](nvme::IoBackend& backend) {
         backend.register_file(file.fd());
         backend.register_buffer(data, file.alignment());
       });
@@ -93,17 +97,19 @@ SweepResult sweep_aio(const SweepOptions& options) {
       std::vector<double> writes;
       // The first write also turns allocated blocks into written ones: it does not count.
       if (result.points.empty()) {
-        measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
+        nvme::measure_bandwidth(queue, nvme::IoOp::kWrite, file.fd(), file.alignment(), data);
       }
       for (int i = 0; i < options.repeats; ++i) {
-        writes.push_back(measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data));
-        reads.push_back(measure_bandwidth(queue, IoOp::kRead, file.fd(), file.alignment(), data));
+        writes.push_back(
+            nvme::measure_bandwidth(queue, nvme::IoOp::kWrite, file.fd(), file.alignment(), data));
+        reads.push_back(
+            nvme::measure_bandwidth(queue, nvme::IoOp::kRead, file.fd(), file.alignment(), data));
       }
-      result.points.push_back({block, depth, median(reads), median(writes)});
+      result.points.push_back({block, depth, nvme::median(reads), nvme::median(writes)});
     }
   }
-  result.best = pick(result.points);
+  result.best = nvme::pick(result.points);
   return result;
 }
 
-}  // namespace orlop::nvme
+}  // namespace orlop

@@ -18,7 +18,8 @@
 #include "nvme/direct_io.h"
 #include "nvme/io_backend.h"
 
-namespace orlop::nvme {
+namespace orlop {
+namespace nvme {
 namespace {
 
 // An unnamed file where the file system has such; otherwise a named one that is unlinked at once.
@@ -62,27 +63,6 @@ std::optional<int> percent_worn(const std::string& device) {
 
 }  // namespace
 
-DriveReport report_drive(const std::string& directory) {
-  DriveReport report;
-  report.directory = absolute_path(directory);
-  const UniqueFd fd = open_scratch(report.directory);
-  check(static_cast<bool>(fd), ErrorCode::kUsage, "cannot create a file in {}: {}",
-        report.directory, errno_text(errno));
-  struct statvfs space {};
-  struct stat file {};
-  check(::fstatvfs(fd.get(), &space) == 0 && ::fstat(fd.get(), &file) == 0, ErrorCode::kUsage,
-        "cannot look at {}: {}", report.directory, errno_text(errno));
-  report.file_system = file_system_name(fd.get());
-  report.free_bytes = static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
-  report.total_bytes = static_cast<uint64_t>(space.f_blocks) * space.f_frsize;
-  const DirectIo io = enable_direct_io(fd.get());
-  report.direct = io.direct;
-  report.why_not_direct = io.why_not;
-  report.device = device_of(file.st_dev);
-  report.percent_worn = percent_worn(report.device);
-  return report;
-}
-
 uint64_t free_disk_bytes(std::span<const std::string> directories) {
   std::set<dev_t> seen;
   uint64_t free = 0;
@@ -100,9 +80,32 @@ uint64_t free_disk_bytes(std::span<const std::string> directories) {
   return free;
 }
 
+}  // namespace nvme
+
+DriveReport report_drive(const std::string& directory) {
+  DriveReport report;
+  report.directory = nvme::absolute_path(directory);
+  const UniqueFd fd = nvme::open_scratch(report.directory);
+  check(static_cast<bool>(fd), ErrorCode::kUsage, "cannot create a file in {}: {}",
+        report.directory, errno_text(errno));
+  struct statvfs space {};
+  struct stat file {};
+  check(::fstatvfs(fd.get(), &space) == 0 && ::fstat(fd.get(), &file) == 0, ErrorCode::kUsage,
+        "cannot look at {}: {}", report.directory, errno_text(errno));
+  report.file_system = nvme::file_system_name(fd.get());
+  report.free_bytes = static_cast<uint64_t>(space.f_bavail) * space.f_frsize;
+  report.total_bytes = static_cast<uint64_t>(space.f_blocks) * space.f_frsize;
+  const nvme::DirectIo io = nvme::enable_direct_io(fd.get());
+  report.direct = io.direct;
+  report.why_not_direct = io.why_not;
+  report.device = nvme::device_of(file.st_dev);
+  report.percent_worn = nvme::percent_worn(report.device);
+  return report;
+}
+
 IoReport report_io() {
   IoReport report;
-  const BackendChoice choice = make_io_backend(IoEngine::kAuto, 1);
+  const nvme::BackendChoice choice = nvme::make_io_backend(nvme::IoEngine::kAuto, 1);
   report.engine = choice.backend->name();
   report.reason = choice.reason;
   rlimit limit{};
@@ -112,4 +115,4 @@ IoReport report_io() {
   return report;
 }
 
-}  // namespace orlop::nvme
+}  // namespace orlop

@@ -32,6 +32,7 @@ struct ORLOP_EXPORT PlanReport {
   int64_t parameters = 0;
   int64_t tokens_per_step = 0;
   size_t device_peak_bytes = 0;
+  size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;
@@ -60,7 +61,8 @@ struct ORLOP_EXPORT PlanReport {
   double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
-      false;  // false: from default bandwidths, not from `orlop doctor --measure`
+      false;            // false: from default bandwidths, not from `orlop doctor --measure`
+  std::string profile;  // the file that holds them, if they are measured
 
   std::string to_text() const;  // the table that `orlop plan` prints
   std::string to_json() const;

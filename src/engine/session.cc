@@ -92,7 +92,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
     planning.budgets.nvme_bytes =
         config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free));
   }
-  planning.profile = load_profile(info.name, info.is_host, planning.threads);
+  planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
   planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,

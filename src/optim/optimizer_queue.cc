@@ -7,12 +7,18 @@
 #include "base/thread.h"
 
 namespace orlop {
+namespace {
+
+constexpr size_t kWaitingBatches = 1024;
+
+}  // namespace
+
 OptimizerQueue::OptimizerQueue(HostUpdates updates, int threads, Tracer* tracer)
     : updates_(std::move(updates)),
       threads_(threads),
       tracer_(tracer),
       slots_(static_cast<size_t>(updates_.slots)),
-      jobs_(2 * updates_.ops.size() + 1) {
+      jobs_(2 * updates_.ops.size() + kWaitingBatches) {
   thread_ = start_thread("optimizer", [this] { run(); });
 }
 
@@ -65,6 +71,8 @@ void OptimizerQueue::run() {
       ++finished_;
     }
     changed_.notify_all();
+    if (!failed || job->batch == nullptr) continue;
+    for (const HostUpdate& update : job->batch->updates) open_gate(update.gate, Gate::kFailed);
   }
 }
 
@@ -84,6 +92,7 @@ void OptimizerQueue::fail(std::exception_ptr error) {
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
+  if (job.batch != nullptr) return run_batch(*job.batch, job);
   const UpdateOp& op = updates_.ops[static_cast<size_t>(job.op)];
   if (op.slot >= 0 && op.kind != UpdateOp::Kind::kSwapOut) wait_slot(op);
   for (Event* arrival : job.arrivals) {
@@ -91,25 +100,34 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
   }
   if (op.kind == UpdateOp::Kind::kAdam) {
     await_save(op, job);
-    run_adam(op, job);
+    const bool skips = job.scalars->skip != 0;
+    if (op.slot >= 0) slots_[static_cast<size_t>(op.slot)].is_unchanged = skips;
+    if (!skips) run_adam(op.param, op.parts, job);
   } else {
     start_transfers(op, job);
   }
   if (op.is_last) open_gate(updates_.gates[static_cast<size_t>(op.param)], job.version);
 }
 
-void OptimizerQueue::run_adam(const UpdateOp& op, const UpdateJob& job) {
-  const bool skips = job.scalars->skip != 0;
-  if (op.slot >= 0) slots_[static_cast<size_t>(op.slot)].is_unchanged = skips;
-  if (skips) return;
+void OptimizerQueue::run_batch(const UpdateBatch& batch, const UpdateJob& job) {
+  for (const HostUpdate& update : batch.updates) {
+    if (job.scalars->skip == 0) {
+      if (update.prepare) update.prepare();
+      run_adam(update.param, update.parts, job);
+    }
+    open_gate(update.gate, job.version);
+  }
+}
+
+void OptimizerQueue::run_adam(int param, std::span<const UpdatePart> parts, const UpdateJob& job) {
   const auto begin = Tracer::Clock::now();
-  for (const UpdatePart& part : op.parts) {
-    AdamHyper hyper = job.hyper;
+  for (const UpdatePart& part : parts) {
+    AdamHyper hyper = part.hyper.value_or(job.hyper);
     if (!part.decay) hyper.weight_decay = 0;
     hyper.seed = part.seed;
     adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
   }
-  add_span("adam", op.param, begin, busy_ns_);
+  add_span("adam", param, begin, busy_ns_);
 }
 
 // A chunk is read as the update before left it, and written as this one leaves it.

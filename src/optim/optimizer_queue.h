@@ -6,7 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <vector>
@@ -25,7 +28,21 @@ namespace orlop {
 struct UpdatePart {
   AdamShard shard;
   bool decay = true;
-  uint64_t seed = 0;  // stochastic rounding
+  uint64_t seed = 0;                 // stochastic rounding
+  std::optional<AdamHyper> hyper{};  // instead of the job's
+};
+
+// Updates that are made for one job alone; they run in order.
+struct HostUpdate {
+  int param = -1;
+  std::vector<UpdatePart> parts;
+  Gate gate;
+  std::function<void()> prepare{};  // runs first, on the optimizer's thread; may be empty
+};
+
+struct UpdateBatch {
+  StepScalars scalars;
+  std::vector<HostUpdate> updates;
 };
 
 // One transfer between a drive and host memory.
@@ -66,10 +83,11 @@ struct UpdateJob {
   std::array<Event*, 3> arrivals{};
   // A save that still reads the FlatParam holds the update until this gate has this version.
   Gate saved;
-  uint32_t saved_version = 0;            // 0: none
-  const StepScalars* scalars = nullptr;  // in host memory; of kAdam
-  AdamHyper hyper;                       // weight_decay applies to parts that decay
-  uint32_t version = 0;                  // what the gate becomes
+  uint32_t saved_version = 0;                  // 0: none
+  const StepScalars* scalars = nullptr;        // in host memory; of kAdam
+  AdamHyper hyper;                             // weight_decay applies to parts that decay
+  uint32_t version = 0;                        // what the gate becomes
+  std::shared_ptr<const UpdateBatch> batch{};  // instead of `op`
 };
 
 // Runs host updates on its own thread ("optimizer"), which waits for their gradients and drives an
@@ -80,13 +98,13 @@ struct UpdateJob {
 // Gate::kFailed, further updates are left out, and the next call throws the first error.
 class OptimizerQueue {
  public:
-  // `threads` drive each update.
+  // `threads` drive each update. Jobs of two steps of `updates` can wait, and as many batches.
   OptimizerQueue(HostUpdates updates, int threads, Tracer* tracer);
   ~OptimizerQueue();
   OptimizerQueue(const OptimizerQueue&) = delete;
   OptimizerQueue& operator=(const OptimizerQueue&) = delete;
 
-  // Returns at once, unless two steps are queued; jobs run in order. Throws the first error of an
+  // Returns at once, unless too many jobs wait; jobs run in order. Throws the first error of an
   // earlier job.
   void submit(const UpdateJob& job);
 
@@ -108,7 +126,8 @@ class OptimizerQueue {
 
   void run();
   void run_job(const UpdateJob& job);
-  void run_adam(const UpdateOp& op, const UpdateJob& job);
+  void run_batch(const UpdateBatch& batch, const UpdateJob& job);
+  void run_adam(int param, std::span<const UpdatePart> parts, const UpdateJob& job);
   void start_transfers(const UpdateOp& op, const UpdateJob& job);
   void wait_slot(const UpdateOp& op);
   void fail(std::exception_ptr error);

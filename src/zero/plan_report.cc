@@ -79,6 +79,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.tokens_per_step = input.shape.rows * input.micro_batches;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
+  report.device_fixed_bytes = input.device_fixed_bytes;
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
@@ -131,6 +132,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.save_seconds = save.seconds;
   report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
+  report.profile = profile.source;
   return report;
 }
 
@@ -163,10 +165,11 @@ std::string PlanReport::to_text() const {
                         format_bytes(line.bytes));
   }
   text += fmt::format(
-      "  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
-      step_seconds, time_is_measured ? "measured" : "typical",
-      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
-      optimizer_seconds);
+      "  step {:.3f} s predicted: {:.0f} tokens/s; host update {:.3f} s\n  predicted from {}\n",
+      step_seconds, step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+      optimizer_seconds,
+      time_is_measured ? profile
+                       : "typical figures; `orlop doctor --measure` finds this machine's");
   for (const PlanLane& lane : lanes) {
     text += fmt::format("  {:9} busy {:8.3f} s", lane.queue, lane.busy_seconds);
     if (lane.queue != "compute")
@@ -185,6 +188,7 @@ std::string PlanReport::to_json() const {
                              {"parameters", parameters},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
+                             {"device_fixed_bytes", device_fixed_bytes},
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},
@@ -210,7 +214,8 @@ std::string PlanReport::to_json() const {
                              {"save_bytes", save_bytes},
                              {"save_seconds", save_seconds},
                              {"save_stall_seconds", save_stall_seconds},
-                             {"time_is_measured", time_is_measured}};
+                             {"time_is_measured", time_is_measured},
+                             {"profile", profile}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(
         {{"tier", tier_name(line.tier)}, {"purpose", line.purpose}, {"bytes", line.bytes}});

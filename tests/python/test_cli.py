@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -408,6 +409,43 @@ def test_inspect_refuses_damaged_files(capsys, own_model, damage):
     assert "model.safetensors" in err
 
 
+def test_doctor_measures_once_and_plans_and_runs_use_it(
+    capsys, model_dir, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = ("--model", model_dir("llama"), "--seq-len", 32, "--device", "host")
+    _, before, _ = run(capsys, "plan", *model)
+    assert "typical figures; `orlop doctor --measure`" in before
+
+    code, out, _ = run(capsys, "doctor", "--measure", "--device", "host", "--path", tmp_path, "--json")
+    profile = json.loads(out)["profile"]
+    assert code == 0
+    assert Path(profile["path"]).parent == tmp_path / "cache" / "orlop"
+    assert set(profile["matmul_flop_per_s"]) == {"BF16", "F16", "F32"}
+    rates = [*profile["matmul_flop_per_s"].values(), profile["upload_bytes_per_s"]]
+    rates += [profile["host_bytes_per_s"], profile["nvme_write_bytes_per_s"]]
+    assert min(rates) > 1e6
+    assert not list(tmp_path.glob("*orlop*")), "what the drive was measured with is gone"
+
+    _, text, _ = run(capsys, "plan", *model)
+    assert f"predicted from {profile['path']}" in text
+    plans = [json.loads(run(capsys, "plan", *model, "--precision", p, "--json")[1]) for p in ("bf16", "fp32")]
+    assert all(plan["time_is_measured"] for plan in plans)
+    code, out, _ = finetune(
+        capsys, model_dir("llama"), text_file, tmp_path / "run", "--device", "host", "--precision", "fp32"
+    )
+    assert (code, profile["path"] in out, "mfu" in out) == (0, True, True)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for record in steps:
+        if "loss" in record:
+            expected = record["model_flop_per_s"] / profile["matmul_flop_per_s"]["F32"]
+            assert record["mfu"] == pytest.approx(expected)
+
+    Path(profile["path"]).write_text("{")
+    _, text, _ = run(capsys, "plan", *model)
+    assert "typical figures" in text
+
+
 def test_doctor_reports_this_machine(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json", "--path", tmp_path)
     assert code == 0
@@ -418,8 +456,73 @@ def test_doctor_reports_this_machine(capsys, tmp_path):
     assert facts["free_bytes"][str(tmp_path)] > 0
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    for name in ("cpu", "memory", "locked memory", "io_uring", "gpu", "free in ."):
+    for name in ("cpu", "memory", "locked memory", "io_uring", "gpu", "drive "):
         assert name in out
+    drive = facts["drives"][0]
+    assert Path(drive["directory"]) == tmp_path
+    assert 0 < drive["free_bytes"] <= drive["total_bytes"]
+
+
+def test_bench_io_sweeps_a_drive(capsys, tmp_path):
+    code, out, _ = run(capsys, "bench", "io", "--path", tmp_path, "--size", "4MiB", "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert len(result["points"]) == 9
+    assert all(point["read_gib_per_s"] > 0 < point["write_gib_per_s"] for point in result["points"])
+    assert result["best"] in result["points"]
+    assert list(tmp_path.iterdir()) == []
+    code, out, _ = run(capsys, "bench", "io", "--path", tmp_path, "--size", "4MiB", "--nvme-engine", "threads")
+    assert (code, "threads" in out, "best: --nvme-block" in out) == (0, True, True)
+
+
+def swapping(tmp_path):
+    return ("--nvme", tmp_path / "swap", "--nvme-optimizer-blocks", 3, "--nvme-param-blocks", 2)
+
+
+def test_finetune_with_states_on_a_drive_gives_the_same_model(capsys, model_dir, text_file, tmp_path):
+    weights = []
+    for name, extra in (("at-home", ()), ("swapped", swapping(tmp_path))):
+        code, out, _ = finetune(capsys, model_dir("llama"), text_file, tmp_path / name, *extra)
+        assert code == 0
+        weights.append((tmp_path / name / "hf" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    for part in ("  nvme ", "read and", "written per step", "drives: read"):
+        assert part in out
+    records = [json.loads(line) for line in (tmp_path / "swapped" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    assert all(record["tier_bytes"]["nvme"] > 0 for record in steps)
+    assert sum(record["link_bytes"]["nvme_read"] for record in steps) > 0
+    assert steps[-1]["nvme_written"] > 0
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def test_the_limit_of_writes_per_day_stops_the_run_with_its_state_saved(
+    capsys, model_dir, text_file, tmp_path
+):
+    model, out_dir = model_dir("llama"), tmp_path / "run"
+    plan = ("plan", "--model", model, "--device", "host", "--seq-len", 16, "--json", *swapping(tmp_path))
+    per_step = json.loads(run(capsys, *plan)[1])["nvme_written_bytes"]
+    limited = (*swapping(tmp_path), "--steps", 9, "--nvme-writes-per-day")
+    code, out, err = finetune(capsys, model, text_file, out_dir, *limited, 4 * per_step)
+    assert (code, "nvme_writes_per_day" in err) == (3, True)
+    assert "saved" in out
+    saved = next(path for path in out_dir.iterdir() if path.name.startswith("step-"))
+    assert 1 <= int(saved.name.removeprefix("step-")) < 9
+    code, out, _ = finetune(capsys, model, text_file, out_dir, *limited, 100 * per_step)
+    assert (code, f"resumed from {saved}" in out) == (0, True)
+
+
+def test_a_file_groups_limits_and_drives(capsys, model_dir, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"model: {model_dir('llama')}\ndevice: host\nseq_len: 16\n"
+        f"limits: {{nvme: 1GiB, host: 4GiB, nvme_writes_per_day: 2TiB}}\n"
+        f"nvme: {{paths: [{tmp_path / 'swap'}], engine: threads, queue_depth: 8, block: 256KiB}}\n"
+        f"placement: {{nvme_optimizer_blocks: 2}}\n"
+    )
+    code, out, err = run(capsys, "plan", tmp_path / "run.yaml", "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert (plan["nvme_budget_bytes"], plan["nvme_optimizer_blocks"]) == (2**30, 2)
 
 
 def test_bench_reports_steps(capsys, model_dir):

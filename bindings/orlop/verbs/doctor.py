@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,20 @@ _NEEDED_ISA = "avx2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--path", action="append", metavar="DIR", help="folder whose free space matters")
+    parser.add_argument(
+        "--path",
+        action="append",
+        metavar="DIR",
+        help="folder on a drive that checkpoints or swapped states may go to; with --measure the first one's drive is measured, too",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure matmuls, copies, memory and the optimizer once (under a minute) and keep the figures: "
+        "plans then predict times from them",
+    )
+    parser.add_argument("--device", default="auto", help="what to measure: auto, host, cuda or cuda:N")
+    parser.add_argument("--threads", type=int, default=0, help="host threads; 0: every usable core")
 
 
 def remarks(facts: dict[str, Any]) -> list[str]:
@@ -38,9 +52,35 @@ def remarks(facts: dict[str, Any]) -> list[str]:
         )
     if facts["io_uring"] != "allowed":
         lines.append(f"io_uring is {facts['io_uring']}: NVMe goes through plain reads and writes by threads")
+    for drive in facts["drives"]:
+        if not drive["direct"]:
+            lines.append(
+                f"{drive['directory']}: swapping goes through the page cache: {drive['why_not_direct']}"
+            )
     if facts["gpu"]["driver"] and not facts["gpu"]["devices"]:
         lines.append(f"a CUDA driver is there but shows no device (cuInit {facts['gpu']['cuInit']})")
     return lines
+
+
+def drives(paths: list[str]) -> list[dict[str, Any]]:
+    """What each folder's drive offers to swapping. A folder that cannot be written is an error."""
+    from .. import _orlop
+
+    names = ("directory", "file_system", "device", "direct", "why_not_direct")
+    names += ("free_bytes", "total_bytes", "percent_worn")
+    reports = [_orlop.report_drive(path) for path in paths]
+    return [{name: getattr(report, name) for name in names} for report in reports]
+
+
+def _drive_text(drive: dict[str, Any]) -> str:
+    parts = [
+        f"{format_bytes(drive['free_bytes'])} free of {format_bytes(drive['total_bytes'])}",
+        drive["file_system"] + (f" on {drive['device']}" if drive["device"] else ""),
+        "O_DIRECT" if drive["direct"] else "no O_DIRECT",
+    ]
+    if drive["percent_worn"] is not None:
+        parts.append(f"{drive['percent_worn']} % of its rated writes used")
+    return ", ".join(parts)
 
 
 def _print_text(facts: dict[str, Any]) -> None:
@@ -64,12 +104,40 @@ def _print_text(facts: dict[str, Any]) -> None:
         ("locked memory", "no limit" if unlimited else format_bytes(locked["memlock_bytes"])),
         ("io_uring", facts["io_uring"]),
         ("gpu", "; ".join(f"{d['name']} {format_bytes(d['total_bytes'])}" for d in devices) or "none"),
-        *((f"free in {path}", format_bytes(free)) for path, free in facts["free_bytes"].items()),
+        *((f"drive {drive['directory'].rstrip('/')}", _drive_text(drive)) for drive in facts["drives"]),
         ("kernel", facts["kernel"]),
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:<{width}}  {text}")
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from .. import _orlop
+
+    drive = args.path[0] if args.path else ""
+    measured = _orlop.measure_hardware(device=args.device, threads=args.threads, drive=drive)
+    return {**json.loads(measured.json), "path": measured.path}
+
+
+def _print_profile(profile: dict[str, Any]) -> None:
+    matmuls = ", ".join(
+        f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in profile["matmul_flop_per_s"].items()
+    )
+    rates = {
+        "upload": "upload_bytes_per_s",
+        "offload": "offload_bytes_per_s",
+        "device memory": "device_bytes_per_s",
+        "host update": "host_bytes_per_s",
+        "drive, read": "nvme_read_bytes_per_s",
+        "drive, write": "nvme_write_bytes_per_s",
+    }
+    print(f"measured {profile['device']} with {profile['processor']}; kept in {profile['path']}")
+    print(f"  matmuls        {matmuls}")
+    for name, key in rates.items():
+        if key in profile:
+            print(f"  {name:<14} {profile[key] / 1e9:.2f} GB/s")
+    print(f"  one operation  {1e6 * profile['launch_seconds']:.1f} us")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,11 +146,16 @@ def run(args: argparse.Namespace) -> int:
         if not Path(path).is_dir():
             raise UsageError(f"--path {path}: no such folder")
     facts = probe(paths)
+    facts["drives"] = drives(paths if args.path or os.access(".", os.W_OK) else [])
     facts["remarks"] = remarks(facts)
+    if args.measure:
+        facts["profile"] = measure(args)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
     _print_text(facts)
     for line in facts["remarks"]:
         print(f"note: {line}")
+    if args.measure:
+        _print_profile(facts["profile"])
     return 0
