@@ -1,23 +1,17 @@
 #include "engine/backend_factory.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
 #include <string>
 
 #include "base/check.h"
-#include "base/log.h"
+#include "base/shared_library.h"
 #include "gpu/cuda_backend_api.h"
 #include "host/host_backend.h"
 #include "memory/available_memory.h"
-#include "orlop/version.h"
 
 namespace orlop {
 namespace {
-
-namespace fs = std::filesystem;
 
 // Of the memory that is free now, what the host plays "device" with when no budget is given.
 constexpr double kHostDeviceShare = 0.4;
@@ -44,29 +38,13 @@ struct CudaLibrary {
   std::string error;  // why it is not there
 };
 
-fs::path own_folder() {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<const void*>(&version), &info) == 0 || info.dli_fname == nullptr)
-    return {};
-  return fs::path(info.dli_fname).parent_path();
-}
-
 CudaLibrary load_cuda() {
-  CudaLibrary library;
-  const fs::path beside = own_folder() / kCudaLibrary;
-  void* handle = dlopen(beside.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) handle = dlopen(kCudaLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    library.error = dlerror();
-    return library;
-  }
-  library.make = reinterpret_cast<OrlopMakeCudaBackend>(dlsym(handle, "orlop_make_cuda_backend"));
-  library.device_count =
-      reinterpret_cast<OrlopCudaDeviceCount>(dlsym(handle, "orlop_cuda_device_count"));
-  if (library.make == nullptr || library.device_count == nullptr) {
-    library.error = fmt::format("{} is of another version of Orlop", beside.string());
-  }
-  return library;
+  SharedLibrary library(kCudaLibrary);
+  CudaLibrary cuda;
+  cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
+  cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");
+  cuda.error = library.error();
+  return cuda;
 }
 
 const CudaLibrary& cuda_library() {
