@@ -5,7 +5,7 @@
 //   [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
-//              [--threads N] [--only step|compute] [--trace FILE]
+//              [--clip 1.0] [--threads N] [--only step|compute] [--trace FILE]
 //
 // Counted FLOPs: 2 per multiply-add of matmuls and attention, forward once and backward twice;
 // recomputation is not counted (MFU counts the same over the datasheet peak).
@@ -93,6 +93,7 @@ EngineConfig make_config(const Options& options) {
   config.from_scratch = true;
   config.schedule.kind = ScheduleKind::kConstant;
   config.optimizer.learning_rate = 1e-5;
+  config.optimizer.max_grad_norm = std::stod(options.get("clip", "1"));
   if (options.has("device-mem")) {
     config.limits.device_bytes = parse_bytes(options.get("device-mem", ""), "--device-mem");
   }

@@ -32,8 +32,9 @@ void bind_optimizer(py::module_& module) {
   py::class_<OptimizerConfig> optimizer(
       module, "OptimizerConfig",
       "AdamW as torch.optim.AdamW computes it; Adam with L2 when not decoupled. weight_decay is "
-      "not "
-      "applied to norms and biases; max_grad_norm 0 switches clipping off.");
+      "not applied to norms and biases. max_grad_norm 0 switches clipping off: in bf16 and fp32 "
+      "updates then start inside backward, and a gradient that is not finite leaves its own block "
+      "as it is instead of all.");
   def_keyword_init<OptimizerConfig>(optimizer);
   optimizer.def_readwrite("learning_rate", &OptimizerConfig::learning_rate)
       .def_readwrite("beta1", &OptimizerConfig::beta1)

@@ -57,7 +57,8 @@ void bind_results(py::module_& module) {
       module, "StepResult",
       "loss: mean over the labelled tokens of the step, in nats. grad_norm: global, "
       "before clipping; clip: the factor that clipping applied. skipped: a gradient "
-      "was not finite and no state changed.")
+      "was not finite: with clipping, or in fp16, no state changed and the step does not count; "
+      "else only its block stayed as it was. nonfinite: which tensor, or ''.")
       .def_readonly("step", &StepResult::step)
       .def_readonly("loss", &StepResult::loss)
       .def_readonly("grad_norm", &StepResult::grad_norm)
@@ -65,6 +66,7 @@ void bind_results(py::module_& module) {
       .def_readonly("learning_rate", &StepResult::learning_rate)
       .def_readonly("loss_scale", &StepResult::loss_scale)
       .def_readonly("skipped", &StepResult::skipped)
+      .def_readonly("nonfinite", &StepResult::nonfinite)
       .def_readonly("tokens", &StepResult::tokens)
       .def_readonly("labelled_tokens", &StepResult::labelled_tokens)
       .def_readonly("seconds", &StepResult::seconds);

@@ -41,6 +41,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("prefetch_depth", &PlanReport::prefetch_depth)
       .def_readonly("waves", &PlanReport::waves)
       .def_readonly("activations_on_device", &PlanReport::activations_on_device)
+      .def_readonly("updates_in_backward", &PlanReport::updates_in_backward)
       .def_readonly("step_seconds", &PlanReport::step_seconds)
       .def_readonly("compute_seconds", &PlanReport::compute_seconds)
       .def_readonly("optimizer_seconds", &PlanReport::optimizer_seconds)

@@ -171,7 +171,14 @@ _OPTIONS = (
     Option("weight_decay", _NOT_NEGATIVE, 0.0, "not applied to norms and biases", ("wd",)),
     Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
     Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
-    Option("clip", _NOT_NEGATIVE, 1.0, "global gradient norm; 0: off", ("max_grad_norm",)),
+    Option(
+        "clip",
+        _NOT_NEGATIVE,
+        1.0,
+        "global gradient norm; 0: off, which saves 2 B/param of host memory and, except in fp16, starts "
+        "updates inside backward (a gradient that is not finite then leaves only its own block as it was)",
+        ("max_grad_norm",),
+    ),
     Option(
         "schedule",
         _one_of("cosine", "linear", "constant", "wsd"),

@@ -75,6 +75,7 @@ class StepRecorder:
             "clip": result.clip,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
+            **({"nonfinite": result.nonfinite} if result.skipped else {}),
             "labelled_tokens": result.labelled_tokens,
             "tok_per_s": rate,
             "model_flop_per_s": 6.0 * self._parameters * rate,

@@ -33,7 +33,7 @@ def step_line(record: dict[str, Any], total_steps: int, remaining_seconds: float
         f"eta {format_duration(remaining_seconds)}",
     ]
     if record["skipped"]:
-        parts.insert(1, "skipped: a gradient was not finite")
+        parts.insert(1, f"skipped: {record['nonfinite']} is not finite")
     return " | ".join(parts)
 
 

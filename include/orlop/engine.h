@@ -35,7 +35,10 @@ struct StepResult {
   double clip = 1;       // factor that clipping applied
   double learning_rate = 0;
   double loss_scale = 1;
-  bool skipped = false;  // a gradient was not finite: no state changed
+  // A gradient was not finite. With clipping, or in fp16, no state changed and the step does not
+  // count; else only the blocks whose gradients were finite were updated, and it counts.
+  bool skipped = false;
+  std::string nonfinite;  // the first such tensor, its block and the element; or empty
   int64_t tokens = 0;
   int64_t labelled_tokens = 0;
   double seconds = 0;

@@ -43,9 +43,10 @@ struct ORLOP_EXPORT PlanReport {
   int prefetch_depth = 0;
   int waves = 1;
   bool activations_on_device = false;
-  double step_seconds = 0;       // predicted
-  double compute_seconds = 0;    // of it, the compute queue alone
-  double optimizer_seconds = 0;  // the host update alone
+  bool updates_in_backward = false;  // clipping is off, and not fp16: no gradient waits for a norm
+  double step_seconds = 0;           // predicted
+  double compute_seconds = 0;        // of it, the compute queue alone
+  double optimizer_seconds = 0;      // the host update alone
   std::vector<PlanLane> lanes;
   bool time_is_measured =
       false;  // false: from default bandwidths, not from `orlop doctor --measure`

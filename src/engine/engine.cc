@@ -82,6 +82,7 @@ class Engine::Impl {
 
   EvalResult evaluate(std::span<const MicroBatch> batches) {
     return changing([&] {
+      optimizer_.wait_idle();  // the plan of an evaluation lays its own buffers over gradients
       EvalResult result;
       double loss_sum = 0;
       for (size_t i = 0; i < batches.size(); ++i) {
@@ -90,7 +91,6 @@ class Engine::Impl {
         if (!has_label) continue;
         WalkInput input;
         input.batches = batches.subspan(i, 1);
-        input.version = version_;
         const WalkResult walk = session_.executor().walk(session_.eval_plan(), input);
         loss_sum += walk.loss_sum;
         result.labelled_tokens += walk.labelled_tokens;
@@ -192,9 +192,9 @@ class Engine::Impl {
          .loss_scale = loss_scale,
          .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
          .version = version_,
-         .hyper = hyper});
+         .hyper = hyper,
+         .optimizer = &optimizer_});
     ++version_;
-    optimizer_.submit({walk.scalars, hyper, version_, hyper.step});
     if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
       const auto wait_begin = std::chrono::steady_clock::now();
       optimizer_.wait_idle();
@@ -210,11 +210,14 @@ class Engine::Impl {
     result.tokens = static_cast<int64_t>(batches.size()) * session_.input().shape.rows;
     result.labelled_tokens = walk.labelled_tokens;
     result.step = applied_steps_ + 1;
+    // Without a norm to wait for, the blocks whose gradients are finite were updated: the step
+    // counts.
+    if (!result.skipped || !session_.input().updates_wait_for_norm) ++applied_steps_;
     if (result.skipped) {
-      scaler_.step_nonfinite(first_bad_text(walk.scalars));
+      result.nonfinite = first_bad_text(walk.scalars);
+      scaler_.step_nonfinite(result.nonfinite);
     } else {
       scaler_.step_finite();
-      ++applied_steps_;
     }
     result.seconds = seconds_since(begin);
     return result;

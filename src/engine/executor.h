@@ -11,6 +11,7 @@
 #include "cpu_adam/adam.h"
 #include "engine/batch_staging.h"
 #include "model/block.h"
+#include "optim/optimizer_queue.h"
 #include "orlop/engine.h"
 #include "zero/param_states.h"
 #include "zero/step_plan.h"
@@ -30,8 +31,11 @@ struct WalkInput {
   std::span<const MicroBatch> batches;
   float loss_scale = 1;
   float max_grad_norm = 0;
-  uint32_t version = 0;  // uploads wait for this version of every FlatParam
-  AdamHyper hyper;       // of updates on the device
+  uint32_t version = 0;  // of every FlatParam: what the step before made of it
+  AdamHyper hyper;       // of the updates
+  // Runs the host updates, which make `version` + 1. Null: no host update runs, for whoever times
+  // the device's work alone.
+  OptimizerQueue* optimizer = nullptr;
 };
 
 // What one walk gives back, when all its device work is over.
@@ -50,9 +54,8 @@ class Executor {
            int64_t max_positions);
   ~Executor();
 
-  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to
-  // the caller: their gradients and `scalars` are in host memory when this returns. Fewer
-  // micro-batches than the plan has leave out the operations of the last ones.
+  // Issues all operations, waits for the device, sums the losses. Host updates may still run when
+  // this returns. Fewer micro-batches than the plan has leave out the operations of the last ones.
   WalkResult walk(const StepPlan& plan, const WalkInput& input);
 
   uint64_t uploaded_bytes() const { return uploaded_bytes_; }
@@ -64,10 +67,12 @@ class Executor {
 
   PlanState& prepare(const StepPlan& plan);
   void issue(Walk& walk, size_t index);
+  void issue_waits(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
+  void submit_update(Walk& walk, const PlanOp& op);
   void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
-  void issue_finish_norm(Walk& walk, Queue& queue);
+  void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;

@@ -73,6 +73,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   }
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
+  input.updates_wait_for_norm =
+      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16;
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
@@ -132,9 +134,12 @@ void Session::upload_rope(std::byte* device) {
 
 std::vector<HostUpdate> Session::host_updates(uint64_t seed) {
   std::vector<HostUpdate> updates;
-  for (const PlanBuffer& buffer : planning_.planned.train.buffers) {
-    if (buffer.kind != BufferKind::kRoundedGrad || buffer.tier != Tier::kHost) continue;
-    updates.push_back(host_update(buffer.param, host_arena_.data() + buffer.offset, seed));
+  const StepPlan& plan = train_plan();
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind != OpKind::kHostAdam) continue;
+    const PlanBuffer& grad =
+        plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kHost));
+    updates.push_back(host_update(op.param, host_arena_.data() + grad.offset, seed));
   }
   return updates;
 }

@@ -52,7 +52,7 @@ class Session {
   StateStore& states() { return *states_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
-  // What the host updates after each step, in the order of next use.
+  // What the host updates in each step, in the plan's order.
   std::vector<HostUpdate> host_updates(uint64_t seed);
 
  private:

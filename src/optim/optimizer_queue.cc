@@ -1,5 +1,7 @@
 #include "optim/optimizer_queue.h"
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -16,87 +18,83 @@ void open_gate(const Gate& gate, uint32_t version) {
 }  // namespace
 
 OptimizerQueue::OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer)
-    : updates_(std::move(updates)), threads_(threads), tracer_(tracer) {
+    : updates_(std::move(updates)),
+      threads_(threads),
+      tracer_(tracer),
+      jobs_(2 * updates_.size() + 1) {
+  for (const HostUpdate& update : updates_) {
+    const auto param = static_cast<size_t>(update.param);
+    update_of_.resize(std::max(update_of_.size(), param + 1));
+    update_of_[param] = &update;
+  }
   thread_ = start_thread("optimizer", [this] { run(); });
 }
 
 OptimizerQueue::~OptimizerQueue() {
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
-  changed_.notify_all();
+  jobs_.close();
   thread_.join();
 }
 
 void OptimizerQueue::submit(const UpdateJob& job) {
+  ORLOP_INVARIANT(update_of_.at(static_cast<size_t>(job.param)) != nullptr);
   {
     std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
-    jobs_.push_back(job);
+    ++submitted_;
   }
-  changed_.notify_all();
+  jobs_.push(job);
 }
 
 void OptimizerQueue::wait_idle() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || (jobs_.empty() && !running_); });
+  changed_.wait(lock, [this] { return error_ || finished_ == submitted_; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void OptimizerQueue::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return closed_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    const UpdateJob job = jobs_.front();
-    jobs_.pop_front();
-    running_ = true;
-    lock.unlock();
+  bool failed = false;
+  while (const std::optional<UpdateJob> job = jobs_.pop()) {
     std::exception_ptr error;
     try {
-      run_job(job);
+      if (!failed) run_job(*job);
     } catch (const Error& failure) {
       error = std::make_exception_ptr(Error(
-          failure.code(), fmt::format("update of step {}: {}", job.engine_step, failure.what())));
+          failure.code(), fmt::format("update of step {}: {}", job->hyper.step, failure.what())));
     } catch (...) {
       error = std::current_exception();
     }
-    lock.lock();
-    running_ = false;
-    if (error) {
-      error_ = error;
-      jobs_.clear();
-      open_all_gates(Gate::kFailed);
+    failed = failed || error;
+    {
+      std::lock_guard lock(mutex_);
+      ++finished_;
+      if (error) error_ = error;
     }
     changed_.notify_all();
+    if (!error) continue;
+    for (const HostUpdate& update : updates_) open_gate(update.gate, Gate::kFailed);
   }
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
-  if (job.scalars.skip != 0) {
-    open_all_gates(job.version);
-    return;
+  const HostUpdate& update = *update_of_[static_cast<size_t>(job.param)];
+  for (Event* arrival : job.arrivals) {
+    if (arrival != nullptr) arrival->synchronize();
   }
-  const bool traced = tracer_ != nullptr && tracer_->enabled();
-  const int lane = traced ? tracer_->lane("optimizer") : 0;
-  for (const HostUpdate& update : updates_) {
+  if (job.scalars->skip == 0) {
     const auto begin = Tracer::Clock::now();
     for (const UpdatePart& part : update.parts) {
       AdamHyper hyper = job.hyper;
       if (!part.decay) hyper.weight_decay = 0;
       hyper.seed = part.seed;
-      adam_step(part.shard, hyper, job.scalars.grad_scale, threads_);
+      adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
     }
-    open_gate(update.gate, job.version);
     const auto end = Tracer::Clock::now();
     busy_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
-    if (traced) tracer_->add(lane, fmt::format("adam {}", update.param), begin, end);
+    if (tracer_ != nullptr && tracer_->enabled()) {
+      tracer_->add(tracer_->lane("optimizer"), fmt::format("adam {}", update.param), begin, end);
+    }
   }
-}
-
-void OptimizerQueue::open_all_gates(uint32_t version) {
-  for (const HostUpdate& update : updates_) open_gate(update.gate, version);
+  open_gate(update.gate, job.version);
 }
 
 }  // namespace orlop

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -11,6 +11,7 @@
 
 #include "backend/backend.h"
 #include "backend/ops.h"
+#include "base/bounded_queue.h"
 #include "base/trace.h"
 #include "cpu_adam/adam.h"
 
@@ -30,27 +31,31 @@ struct HostUpdate {
   Gate gate;
 };
 
-// One step's update, over all host-resident FlatParams in the order of their next use.
+// One FlatParam's update in one step.
 struct UpdateJob {
-  StepScalars scalars;      // every gradient is in host memory when they are
-  AdamHyper hyper;          // weight_decay applies to parts that decay
-  uint32_t version = 0;     // what the gates become
-  int64_t engine_step = 0;  // for error messages
+  int param = -1;
+  // Gradient and scalars are in host memory when these have run. They may not be recorded again
+  // before the gate is open.
+  std::array<Event*, 3> arrivals{};
+  const StepScalars* scalars = nullptr;  // in host memory
+  AdamHyper hyper;                       // weight_decay applies to parts that decay
+  uint32_t version = 0;                  // what the gate becomes
 };
 
-// Runs host updates on its own thread ("optimizer"), which drives an OpenMP team. A gate opens as
-// soon as its FlatParam is written, so that the next forward can start under the rest of the
-// update. After a failure every gate opens with Gate::kFailed and the next call throws the first
-// error.
+// Runs host updates on its own thread ("optimizer"), which waits for their gradients and drives an
+// OpenMP team. A gate opens as soon as its FlatParam is written, or is to stay as it is, so that
+// the next forward can start under the rest of the updates. After a failure every gate opens with
+// Gate::kFailed, further updates are left out, and the next call throws the first error.
 class OptimizerQueue {
  public:
-  // `updates` in the order of next use. `threads` drive each update.
+  // `threads` drive each update.
   OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer);
   ~OptimizerQueue();
   OptimizerQueue(const OptimizerQueue&) = delete;
   OptimizerQueue& operator=(const OptimizerQueue&) = delete;
 
-  // Returns at once; jobs run in order. Throws the first error of an earlier job.
+  // Returns at once, unless two steps are queued; jobs run in order. Throws the first error of an
+  // earlier job.
   void submit(const UpdateJob& job);
 
   // Waits until every submitted job is over. Throws the first error.
@@ -62,17 +67,17 @@ class OptimizerQueue {
  private:
   void run();
   void run_job(const UpdateJob& job);
-  void open_all_gates(uint32_t version);
 
   std::vector<HostUpdate> updates_;
+  std::vector<const HostUpdate*> update_of_;  // FlatParam -> its update, or null
   int threads_;
   Tracer* tracer_;
   std::atomic<int64_t> busy_ns_{0};
+  BoundedQueue<UpdateJob> jobs_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<UpdateJob> jobs_;
-  bool running_ = false;
-  bool closed_ = false;
+  uint64_t submitted_ = 0;
+  uint64_t finished_ = 0;
   std::exception_ptr error_;
   std::thread thread_;
 };

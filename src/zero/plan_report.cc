@@ -18,7 +18,8 @@ const char* purpose(const PlanBuffer& buffer) {
     case BufferKind::kGrad:
       return host ? "gradients, parked between waves" : "gradients, fp32";
     case BufferKind::kRoundedGrad:
-      return host ? "gradients, waiting for the norm" : "gradients, rounded";
+      if (!host) return "gradients, rounded";
+      return buffer.persistent ? "gradients, waiting for the norm" : "gradients, being read";
     case BufferKind::kInput:
       return "block inputs";
     case BufferKind::kActivationGrad:
@@ -94,6 +95,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
   report.activations_on_device = planned.placement.activations_on_device;
+  report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
@@ -117,10 +119,10 @@ std::string PlanReport::to_text() const {
                       format_bytes(state_bytes), format_bytes(host_bytes),
                       format_bytes(host_budget_bytes));
   text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, "
-      "block "
-      "inputs on the {}\n",
-      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
+      "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
+      "block inputs on the {}\n",
+      resident_blocks, blocks, device_optimizer_blocks,
+      updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
@@ -156,6 +158,7 @@ std::string PlanReport::to_json() const {
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
                              {"activations_on_device", activations_on_device},
+                             {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},

@@ -34,8 +34,7 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       }
       ready = std::max(ready, over);
     }
-    if (op.kind == OpKind::kUploadParam)
-      ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
+    if (op.after_update >= 0) ready = std::max(ready, gates[static_cast<size_t>(op.after_update)]);
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;

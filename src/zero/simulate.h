@@ -7,8 +7,8 @@
 
 namespace orlop {
 
-// What one step of a plan takes in steady state: the step repeats, and an upload waits for the
-// update that the step before made.
+// What one step of a plan takes in steady state: the step repeats, and its operations wait for the
+// updates that the step before made.
 struct Simulation {
   double step_seconds = 0;       // from one step's first operation to the next one's
   double optimizer_seconds = 0;  // host updates alone

@@ -33,6 +33,16 @@ size_t PlanInput::state_bytes(int param) const {
   return numel * (master + 2 * dtype_bytes(moment_dtype));
 }
 
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param) {
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
+      return &use;
+  }
+  return nullptr;
+}
+
 const char* op_name(OpKind kind) {
   switch (kind) {
     case OpKind::kUploadBatch:
@@ -141,6 +151,10 @@ std::string StepPlan::to_text(const PlanInput& input) const {
                           buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);
+    if (op.after_update >= 0) {
+      text += fmt::format(" <update of {}",
+                          input.layout.flat_params[static_cast<size_t>(op.after_update)].name);
+    }
     text += '\n';
   }
   return text;

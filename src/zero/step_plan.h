@@ -29,6 +29,9 @@ struct PlanInput {
   size_t device_fixed_bytes =
       0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
+  // Clipping and fp16 need every gradient before the first update. Without them a FlatParam's
+  // update starts inside backward, as soon as its gradient is there.
+  bool updates_wait_for_norm = true;
 
   size_t activation_bytes() const;             // one block input of one micro-batch
   size_t batch_bytes() const;                  // index arrays of one micro-batch
@@ -50,6 +53,8 @@ struct PlacementPlan {
   int prefetch_depth = 1;
   bool activations_on_device = false;
   int wave = 1;  // micro-batches that go through a block together
+  // Where updates start inside backward: FlatParams whose gradient may lie in host memory at once.
+  int gradients_in_flight = 1;
 };
 
 enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer };
@@ -67,9 +72,9 @@ enum class OpKind : uint8_t {
                   // backward pass hands to the embedding
   kUnparkGrad,    // and back
   kRoundGrad,     // param: to the optimizer's dtype, with its share of the norm
-  kOffloadGrad,   // param: rounded gradient to pinned memory
+  kOffloadGrad,   // param: rounded gradient to pinned memory, and its own StepScalars if it has any
   kOffloadLoss,   // micro_batch: loss of every row
-  kFinishNorm,    // all square sums -> StepScalars
+  kFinishNorm,    // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
   kHostAdam,        // param
@@ -78,7 +83,7 @@ enum class OpKind : uint8_t {
 enum class BufferKind : uint8_t {
   kParam,        // param: compute copy
   kGrad,         // param: fp32; in the host tier: parked
-  kRoundedGrad,  // param; in the host tier: waits there for the norm
+  kRoundedGrad,  // param; in the host tier: waits there for its update
   kNormScratch,
   kInput,           // block, micro_batch: block input
   kActivationGrad,  // micro_batch: gradient that travels down the blocks
@@ -88,7 +93,7 @@ enum class BufferKind : uint8_t {
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
   kNormSums,  // square sums and first non-finite index of every FlatParam
-  kScalars,   // StepScalars and the loss scale
+  kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
 };
 
 // A piece of a tier's arena. Persistent buffers live as long as the engine and lie at the arena's
@@ -120,6 +125,9 @@ struct PlanOp {
   std::vector<BufferUse> uses;
   std::vector<int>
       waits;  // earlier operations of other lanes that must have run; at most one per lane
+  // FlatParam whose update, which the step before made, must be over; with it, as updates run in
+  // order, are those before it. -1: none.
+  int after_update = -1;
   bool signals = false;  // an operation of another lane waits for this one
 };
 
@@ -154,6 +162,11 @@ inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per Flat
 constexpr size_t first_nonfinite_offset(size_t params) {
   return align_up(params * sizeof(double), kDeviceAlignment);
 }
+
+// The first use that `op` makes of a buffer of this kind, tier and, unless negative, FlatParam; or
+// null.
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param = -1);
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
 // one micro-batch. Persistent buffers and their offsets are the same for every number of

@@ -1,10 +1,10 @@
 // A process that tests run, kill and measure.
 //   train_worker train MODEL RUN_DIR                 trains without end, saves after every step
-//   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS  trains two steps from random weights with so
-//   many
-//                                                    blocks' optimizer on the device, saves and
-//                                                    loads; prints "peak", its peak resident bytes,
-//                                                    the plan's
+//   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
+//                                                    trains two steps from random weights with so
+//                                                    many blocks' optimizer on the device, clipped
+//                                                    to CLIP, saves and loads; prints "peak", its
+//                                                    peak resident bytes, the plan's
 
 #include <cstdlib>
 #include <exception>
@@ -31,10 +31,12 @@ void train(const std::string& model, const std::string& run_dir) {
   }
 }
 
-void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks) {
+void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
+                    double clip) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = true;
   config.placement.device_optimizer_blocks = device_blocks;
+  config.optimizer.max_grad_norm = clip;
   const auto engine = Engine::open(model, config);
   for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
   engine->save_checkpoint(run_dir, "", 1);
@@ -51,10 +53,11 @@ int main(int argc, char** argv) {
   try {
     if (mode == "train" && argc == 4) {
       orlop::test::train(argv[2], argv[3]);
-    } else if (mode == "memory" && argc == 5) {
-      orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]));
+    } else if (mode == "memory" && argc == 6) {
+      orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
     } else {
-      std::cerr << "usage: train_worker train MODEL RUN_DIR | memory MODEL RUN_DIR DEVICE_BLOCKS\n";
+      std::cerr
+          << "usage: train_worker train MODEL RUN_DIR | memory MODEL RUN_DIR DEVICE_BLOCKS CLIP\n";
       return 2;
     }
   } catch (const std::exception& error) {
