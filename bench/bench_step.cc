@@ -23,6 +23,7 @@
 #include "base/check.h"
 #include "bench/support/samples.h"
 #include "engine/model_files.h"
+#include "engine/ranks.h"
 #include "engine/session.h"
 #include "orlop/engine.h"
 
@@ -142,7 +143,8 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement = {};
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
-  Session session(make_planning(model_dir, config, nullptr), config);
+  const std::unique_ptr<Communicator> ranks = one_rank();
+  Session session(make_planning(model_dir, config, {}, nullptr), config, *ranks);
   // Zeros would draw less power and run faster than real weights.
   init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",

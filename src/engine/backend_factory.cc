@@ -20,9 +20,9 @@ constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
 
 constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 
-BackendChoice make_host(const EngineConfig& config, int threads, Tracer* tracer) {
-  const size_t budget = config.limits.device_bytes.value_or(
-      static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostDeviceShare));
+BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads, Tracer* tracer) {
+  const size_t budget = config.limits.device_bytes.value_or(static_cast<size_t>(
+      static_cast<double>(available_host_bytes()) * kHostDeviceShare / local_ranks));
   HostBackendOptions options;
   options.device_bytes = budget;
   options.threads = threads;
@@ -84,12 +84,13 @@ int device_index(const std::string& name) {
 
 }  // namespace
 
-BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer) {
-  if (config.device == "host") return make_host(config, threads, tracer);
+BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
+                           Tracer* tracer) {
+  if (config.device == "host") return make_host(config, local_ranks, threads, tracer);
   if (config.device == "auto") {
     const CudaLibrary& library = cuda_library();
     if (!library.error.empty() || library.device_count() == 0)
-      return make_host(config, threads, tracer);
+      return make_host(config, local_ranks, threads, tracer);
     return make_cuda(config, 0, tracer);
   }
   check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,

@@ -15,8 +15,9 @@ struct BackendChoice {
 };
 
 // The backend that config.device names: "host", "cuda", "cuda:N", or "auto": the first GPU if there
-// is one that works, else the host. Throws Error(kUsage) for any other name, Error(kDevice) when a
-// GPU was asked for and cannot be used, with the reason.
-BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer);
+// is one that works, else the host. `local_ranks` share the host's memory. Throws Error(kUsage) for
+// any other name, Error(kDevice) when a GPU was asked for and cannot be used, with the reason.
+BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
+                           Tracer* tracer);
 
 }  // namespace orlop

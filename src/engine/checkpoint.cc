@@ -1,74 +1,17 @@
 #include "engine/checkpoint.h"
 
 #include <algorithm>
-#include <array>
-#include <utility>
+#include <optional>
 
 #include "base/check.h"
-#include "base/half.h"
+#include "engine/ranks.h"
+#include "engine/state_files.h"
 #include "formats/manifest.h"
-#include "formats/safetensors.h"
-#include "formats/safetensors_writer.h"
 
 namespace orlop {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kStatesFile = "optim/rank-0.safetensors";
-constexpr int64_t kPieceElements = int64_t{1} << 18;
-constexpr std::array<std::pair<Plane, const char*>, 3> kPlanes = {
-    {{Plane::kMaster, ".master"}, {Plane::kExpAvg, ".exp_avg"}, {Plane::kExpAvgSq, ".exp_avg_sq"}}};
-
-DType stored_dtype(Plane plane, DType moment_dtype) {
-  return plane == Plane::kMaster ? DType::kF32 : moment_dtype;
-}
-
-std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore& states) {
-  std::vector<TensorSpec> specs;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const DType moments = states.planes(static_cast<int>(param)).moment_dtype;
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        specs.push_back({segment.name + suffix, stored_dtype(plane, moments), segment.shape});
-      }
-    }
-  }
-  return specs;
-}
-
-// Hands one plane of one tensor to `use(first element, values)` in pieces.
-template <typename Use>
-void for_pieces(const Segment& segment, const Use& use) {
-  std::vector<float> values;
-  for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
-    values.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)));
-    use(first, std::span<float>(values));
-  }
-}
-
-void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateStore& states) {
-  std::vector<uint16_t> halves;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
-        const std::string name = segment.name + suffix;
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          states.read(index, which, segment.offset + first, values);
-          std::span<const std::byte> bytes = std::as_bytes(values);
-          if (dtype == DType::kBF16) {
-            halves.resize(values.size());
-            std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
-            bytes = std::as_bytes(std::span(halves));
-          }
-          writer.write(name, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
-        });
-      }
-    }
-  }
-}
 
 nlohmann::json to_json(const TrainingState& training) {
   const GradScalerState& scaler = training.scaler;
@@ -100,42 +43,22 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
   }
 }
 
-void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>& specs,
-                 const fs::path& file) {
-  for (const TensorSpec& spec : specs) {
-    const TensorInfo& tensor = reader.at(spec.name);
-    check(tensor.shape == spec.shape, ErrorCode::kInvalidData,
-          "'{}': '{}' has shape [{}], the model asks for [{}]", file.string(), spec.name,
-          fmt::join(tensor.shape, ", "), fmt::join(spec.shape, ", "));
-    check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
-          "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name,
-          dtype_name(tensor.dtype));
+// What every rank has written, in the order of the ranks.
+std::vector<ManifestFile> gather_files(Communicator& ranks, const ManifestFile& own) {
+  struct Entry {
+    size_t bytes;
+    uint64_t xxh3;
+  };
+  const Entry entry{own.bytes, own.xxh3};
+  std::vector<Entry> entries(static_cast<size_t>(ranks.world_size()));
+  ranks.all_gather_values(std::as_bytes(std::span(&entry, 1)),
+                          std::as_writable_bytes(std::span(entries)), "checkpoint files");
+  std::vector<ManifestFile> files;
+  for (size_t rank = 0; rank < entries.size(); ++rank) {
+    files.push_back(
+        {state_file_name(static_cast<int>(rank)), entries[rank].bytes, entries[rank].xxh3});
   }
-  check(reader.tensors().size() == specs.size(), ErrorCode::kInvalidData,
-        "'{}' holds {} tensors, the model has {} states: it belongs to another model",
-        file.string(), reader.tensors().size(), specs.size());
-}
-
-void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
-  std::vector<uint16_t> halves;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const TensorInfo& tensor = reader.at(segment.name + suffix);
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
-          if (tensor.dtype == DType::kBF16) {
-            halves.resize(values.size());
-            reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
-            std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
-          } else {
-            reader.read(tensor, offset, std::as_writable_bytes(values));
-          }
-          states.write(static_cast<int>(param), which, segment.offset + first, values);
-        });
-      }
-    }
-  }
+  return files;
 }
 
 // Those of a run that was left behind by going back to an older checkpoint. They do not push out
@@ -150,32 +73,48 @@ size_t newer_checkpoints(const fs::path& root, int64_t step) {
 }  // namespace
 
 fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
-                       StateStore& states, const TrainingState& training) {
-  remove_leftovers(root);
-  const fs::path folder = begin_checkpoint(root, training.steps);
-  std::error_code error;
-  fs::create_directories((folder / kStatesFile).parent_path(), error);
-  check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}",
-        (folder / kStatesFile).parent_path().string(), error.message());
-  SafetensorsWriter writer(folder / kStatesFile, state_specs(layout, states));
-  write_states(writer, layout, states);
-  const WrittenFile written = writer.finish();
+                       StateStore& states, const TrainingState& training, Communicator& ranks) {
+  const fs::path unfinished = unfinished_checkpoint(root, training.steps);
+  on_all_ranks(ranks, "checkpoint, begin", [&] {
+    if (ranks.rank() != 0) return;
+    remove_leftovers(root);
+    const fs::path folder =
+        (begin_checkpoint(root, training.steps) / state_file_name(0)).parent_path();
+    std::error_code error;
+    fs::create_directories(folder, error);
+    check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}", folder.string(),
+          error.message());
+  });
+  ManifestFile own;
+  on_all_ranks(ranks, "checkpoint, states",
+               [&] { own = write_state_file(unfinished, ranks.rank(), layout, states); });
   Manifest manifest;
   manifest.step = training.steps;
   manifest.state = to_json(training);
-  manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
-  const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
-  return complete;
+  manifest.files = gather_files(ranks, own);
+  on_all_ranks(ranks, "checkpoint, manifest", [&] {
+    if (ranks.rank() != 0) return;
+    commit_checkpoint(root, manifest);
+    prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
+  });
+  return finished_checkpoint(root, training.steps);
 }
 
-TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states) {
-  const Manifest manifest = read_checkpoint(folder, VerifyHashes::kYes);
-  const TrainingState training = from_json(manifest.state, folder);
-  const fs::path file = folder / kStatesFile;
-  const SafetensorsReader reader(file);
-  check_names(reader, state_specs(layout, states), file);
-  read_states(reader, layout, states);
+TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
+                            Communicator& ranks) {
+  TrainingState training;
+  std::optional<StateFiles> files;
+  on_all_ranks(ranks, "checkpoint, check", [&] {
+    const Manifest manifest = read_checkpoint(folder, VerifyHashes::kNo);
+    for (size_t i = 0; i < manifest.files.size(); ++i) {  // the ranks share the work
+      if (i % static_cast<size_t>(ranks.world_size()) != static_cast<size_t>(ranks.rank()))
+        continue;
+      verify_hash(folder, manifest.files[i]);
+    }
+    training = from_json(manifest.state, folder);
+    files.emplace(folder, manifest, layout);
+  });
+  files->read(layout, states);
   return training;
 }
 

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <string>
 
+#include "comm/communicator.h"
 #include "engine/state_store.h"
 #include "model/param_layout.h"
 #include "optim/grad_scaler.h"
@@ -16,17 +17,17 @@ struct TrainingState {
   std::string user_state;  // the caller's own, e.g. the position in the data
 };
 
-// Writes root/step-N/optim/rank-0.safetensors with `<tensor>.master` (fp32), `.exp_avg` and
-// `.exp_avg_sq` of every tensor, in the tensor's shape, then the manifest; keeps the newest `keep`
-// checkpoints. Nothing that exists is touched before the new folder is complete. Returns the
-// folder.
+// Writes root/step-N/ with one file of states per rank (state_files.h), each by its rank, then the
+// manifest; keeps the newest `keep` checkpoints. Nothing that exists is touched before the new
+// folder is complete. All ranks call it, with one `root` that all of them see. Returns the folder.
 std::filesystem::path save_training(const std::filesystem::path& root, size_t keep,
                                     const ModelLayout& layout, StateStore& states,
-                                    const TrainingState& training);
+                                    const TrainingState& training, Communicator& ranks);
 
-// Reads such a folder. Sizes, hashes, names and shapes are checked before the first state changes;
-// a missing and an unknown tensor are errors.
+// Reads this rank's part of such a folder, however many ranks have written it. Sizes, hashes, names
+// and shapes are checked before the first state changes; a missing and an unknown tensor are
+// errors.
 TrainingState load_training(const std::filesystem::path& folder, const ModelLayout& layout,
-                            StateStore& states);
+                            StateStore& states, Communicator& ranks);
 
 }  // namespace orlop

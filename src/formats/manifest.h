@@ -41,6 +41,10 @@ enum class VerifyHashes : bool { kNo, kYes };
 // written, and returns it. What an interrupted save of the same step left there is removed.
 std::filesystem::path begin_checkpoint(const std::filesystem::path& root, int64_t step);
 
+// The folder that begin_checkpoint() makes, and the one that commit_checkpoint() makes of it.
+std::filesystem::path unfinished_checkpoint(const std::filesystem::path& root, int64_t step);
+std::filesystem::path finished_checkpoint(const std::filesystem::path& root, int64_t step);
+
 // Ends begin_checkpoint(): checks that the folder holds the manifest's files with their sizes and
 // no others, brings them to stable storage, writes the manifest and renames the folder to step-N,
 // replacing an older checkpoint of that step. Returns root/step-N. Throws Error(kIo), or
@@ -51,6 +55,10 @@ std::filesystem::path commit_checkpoint(const std::filesystem::path& root,
 // The manifest of a checkpoint's folder. Checks that its files are there with their sizes, and with
 // kYes their contents. Throws Error(kInvalidData) with file and numbers.
 Manifest read_checkpoint(const std::filesystem::path& folder, VerifyHashes verify);
+
+// The contents of one of its files; kYes does so for all. Throws Error(kInvalidData) with both
+// hashes.
+void verify_hash(const std::filesystem::path& folder, const ManifestFile& entry);
 
 // The same from text alone, which is called `file` in errors; files are not looked at.
 Manifest parse_manifest(std::string_view json, const std::string& file);

@@ -37,6 +37,7 @@ std::string HardwareProfile::to_json() const {
                          {"offload_bytes_per_s", offload_bytes_per_s},
                          {"device_bytes_per_s", device_bytes_per_s},
                          {"host_bytes_per_s", host_bytes_per_s},
+                         {"collective_bytes_per_s", collective_bytes_per_s},
                          {"launch_seconds", launch_seconds}};
   return document.dump(2);
 }
@@ -55,6 +56,7 @@ HardwareProfile default_profile(const std::string& device, bool device_is_host, 
     profile.upload_bytes_per_s = 5e10;
     profile.offload_bytes_per_s = 5e10;
     profile.device_bytes_per_s = 2.5e12;
+    profile.collective_bytes_per_s = 3e11;
   }
   return profile;
 }
@@ -76,6 +78,9 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
     read("offload_bytes_per_s", profile.offload_bytes_per_s);
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
+    if (document.contains("collective_bytes_per_s")) {  // measured only where there are several
+      read("collective_bytes_per_s", profile.collective_bytes_per_s);
+    }
     read("launch_seconds", profile.launch_seconds);
     profile.is_measured = true;
   } catch (const std::exception& error) {

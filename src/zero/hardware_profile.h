@@ -13,7 +13,9 @@ struct HardwareProfile {
   double offload_bytes_per_s = 8e9;  // device -> pinned host, alone
   double device_bytes_per_s = 2e10;  // device memory, read + write
   double host_bytes_per_s = 1e10;    // host memory under the optimizer's threads, read + write
-  double launch_seconds = 5e-6;      // fixed cost of one operation
+  // What a rank receives in a collective of all ranks.
+  double collective_bytes_per_s = 2e9;
+  double launch_seconds = 5e-6;  // fixed cost of one operation
   bool is_measured = false;
 
   std::string to_json() const;

@@ -100,7 +100,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
   report.optimizer_seconds = time.optimizer_seconds;
-  const char* const names[kPlanLanes] = {"compute", "upload", "offload", "optimizer"};
+  const char* const names[kPlanLanes] = {"compute", "upload", "offload", "optimizer", "comm"};
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "comm/rendezvous.h"
+#include "orlop/config.h"
+
+namespace orlop {
+
+// Runs `work` on every rank and returns the sum, in rank order, of what it gives. When it throws on
+// one rank, every rank throws: that one its own error, the others the first one's with its rank.
+double sum_over_several_ranks(Communicator& ranks, std::string_view what,
+                              const std::function<double()>& work);
+template <typename Work>
+double sum_over_ranks(Communicator& ranks, std::string_view what, const Work& work) {
+  if (ranks.world_size() == 1) return work();
+  return sum_over_several_ranks(ranks, what, std::ref(work));
+}
+
+// The same for work that gives nothing.
+template <typename Work>
+void on_all_ranks(Communicator& ranks, std::string_view what, const Work& work) {
+  sum_over_ranks(ranks, what, [&] {
+    work();
+    return 0.0;
+  });
+}
+
+// The smallest, and the largest, of the ranks' values.
+size_t least_over_ranks(Communicator& ranks, std::string_view what, size_t value);
+size_t most_over_ranks(Communicator& ranks, std::string_view what, size_t value);
+
+// How many ranks run on the machine of this one.
+int ranks_on_this_machine(Communicator& ranks);
+
+// A run of one rank.
+std::unique_ptr<Communicator> one_rank();
+
+// Makes a collective the next work of a queue of the host's backend.
+void issue_on_host_queue(Queue& queue, const CollectiveCall& call);
+
+// The ranks that this process belongs to, as its launcher's environment says; one rank without a
+// launcher. Joined at the first call, for the life of the process.
+std::shared_ptr<Communicator> join_ranks(const EngineConfig& config);
+
+}  // namespace orlop

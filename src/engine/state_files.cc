@@ -1,0 +1,203 @@
+#include "engine/state_files.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <set>
+#include <utility>
+
+#include "base/check.h"
+#include "base/half.h"
+#include "formats/safetensors_writer.h"
+
+namespace orlop {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPrefix = "optim/rank-";
+constexpr std::string_view kSuffix = ".safetensors";
+constexpr int64_t kPieceElements = int64_t{1} << 18;
+constexpr std::array<std::pair<Plane, const char*>, 3> kPlanes = {
+    {{Plane::kMaster, ".master"}, {Plane::kExpAvg, ".exp_avg"}, {Plane::kExpAvgSq, ".exp_avg_sq"}}};
+
+DType stored_dtype(Plane plane, DType moment_dtype) {
+  return plane == Plane::kMaster ? DType::kF32 : moment_dtype;
+}
+
+// Hands [begin, begin + numel) to `use(first element, values)` in pieces.
+template <typename Use>
+void for_pieces(const ElementRange& range, const Use& use) {
+  std::vector<float> values;
+  const int64_t end = range.begin + range.numel;
+  for (int64_t first = range.begin; first < end; first += kPieceElements) {
+    values.resize(static_cast<size_t>(std::min(kPieceElements, end - first)));
+    use(first, std::span<float>(values));
+  }
+}
+
+std::vector<TensorSpec> own_specs(const ModelLayout& layout, const StateStore& states) {
+  std::vector<TensorSpec> specs;
+  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
+    const int index = static_cast<int>(param);
+    const DType moments = states.planes(index).moment_dtype;
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      const ElementRange own = states.own_part(index, segment.offset, segment.numel);
+      if (own.numel == 0) continue;
+      const std::vector<int64_t> shape =
+          own.numel == segment.numel ? segment.shape : std::vector<int64_t>{own.numel};
+      for (const auto& [plane, suffix] : kPlanes) {
+        specs.push_back({segment.name + suffix, stored_dtype(plane, moments), shape});
+      }
+    }
+  }
+  return specs;
+}
+
+void write_plane(SafetensorsWriter& writer, StateStore& states, int param, const Segment& segment,
+                 const std::pair<Plane, const char*>& plane) {
+  const DType dtype = stored_dtype(plane.first, states.planes(param).moment_dtype);
+  const std::string name = segment.name + plane.second;
+  const ElementRange own = states.own_part(param, segment.offset, segment.numel);
+  std::vector<uint16_t> halves;
+  for_pieces(own, [&](int64_t first, std::span<float> values) {
+    states.read(param, plane.first, first, values);
+    std::span<const std::byte> bytes = std::as_bytes(values);
+    if (dtype == DType::kBF16) {
+      halves.resize(values.size());
+      std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
+      bytes = std::as_bytes(std::span(halves));
+    }
+    writer.write(name, static_cast<size_t>(first - own.begin) * dtype_bytes(dtype), bytes);
+  });
+}
+
+// R of "optim/rank-R.safetensors", or -1.
+int rank_of_file(std::string_view name) {
+  if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) return -1;
+  name.remove_prefix(kPrefix.size());
+  name.remove_suffix(kSuffix.size());
+  int rank = -1;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), rank);
+  return error == std::errc() && end == name.data() + name.size() ? rank : -1;
+}
+
+// The state files of a checkpoint in the order of their ranks.
+std::vector<fs::path> state_files(const fs::path& folder, const Manifest& manifest) {
+  std::map<int, fs::path> by_rank;
+  for (const ManifestFile& file : manifest.files) {
+    if (const int rank = rank_of_file(file.path); rank >= 0) by_rank[rank] = folder / file.path;
+  }
+  std::vector<fs::path> files;
+  for (const auto& [rank, file] : by_rank) {
+    check(rank == static_cast<int>(files.size()), ErrorCode::kInvalidData,
+          "'{}': the states of rank {} are missing; the next file is '{}'", folder.string(),
+          files.size(), file.string());
+    files.push_back(file);
+  }
+  check(!files.empty(), ErrorCode::kInvalidData, "'{}' holds no states", folder.string());
+  return files;
+}
+
+}  // namespace
+
+std::string state_file_name(int rank) { return fmt::format("{}{}{}", kPrefix, rank, kSuffix); }
+
+ManifestFile write_state_file(const fs::path& folder, int rank, const ModelLayout& layout,
+                              StateStore& states) {
+  const std::string name = state_file_name(rank);
+  SafetensorsWriter writer(folder / name, own_specs(layout, states));
+  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for (const auto& plane : kPlanes) {
+        write_plane(writer, states, static_cast<int>(param), segment, plane);
+      }
+    }
+  }
+  const WrittenFile written = writer.finish();
+  return {name, written.bytes, written.xxh3};
+}
+
+StateFiles::StateFiles(const fs::path& folder, const Manifest& manifest,
+                       const ModelLayout& layout) {
+  for (const fs::path& file : state_files(folder, manifest)) {
+    readers_.push_back(std::make_unique<SafetensorsReader>(file));
+    for (const TensorInfo& tensor : readers_.back()->tensors()) {
+      std::vector<Slice>& slices = tensors_[tensor.name];
+      const int64_t begin =
+          slices.empty() ? 0 : slices.back().begin + slices.back().tensor->numel();
+      slices.push_back({readers_.back().get(), &tensor, begin});
+    }
+  }
+  std::set<std::string> known;
+  for (const FlatParamLayout& flat : layout.flat_params) {
+    for (const Segment& segment : flat.segments) {
+      for (const auto& [plane, suffix] : kPlanes) {
+        check_tensor(segment.name + suffix, segment, folder);
+        known.insert(segment.name + suffix);
+      }
+    }
+  }
+  for (const auto& [name, slices] : tensors_) {
+    check(known.contains(name), ErrorCode::kInvalidData,
+          "'{}' holds '{}', which is no state of this model: it belongs to another model",
+          slices.front().reader->files().front().string(), name);
+  }
+}
+
+void StateFiles::check_tensor(const std::string& name, const Segment& segment,
+                              const fs::path& folder) const {
+  const auto found = tensors_.find(name);
+  check(found != tensors_.end(), ErrorCode::kInvalidData, "'{}': '{}' is missing", folder.string(),
+        name);
+  int64_t numel = 0;
+  for (const Slice& slice : found->second) {
+    const TensorInfo& tensor = *slice.tensor;
+    const std::string file = slice.reader->files().front().string();
+    const bool is_whole = tensor.numel() == segment.numel;
+    check(is_whole ? tensor.shape == segment.shape : tensor.shape.size() == 1,
+          ErrorCode::kInvalidData, "'{}': '{}' has shape [{}], the model asks for [{}]", file, name,
+          fmt::join(tensor.shape, ", "), fmt::join(segment.shape, ", "));
+    check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
+          "'{}': '{}' is {}; states are F32 or BF16", file, name, dtype_name(tensor.dtype));
+    numel += tensor.numel();
+  }
+  check(numel == segment.numel, ErrorCode::kInvalidData,
+        "'{}': the {} files hold {} elements of '{}', the model asks for {}", folder.string(),
+        readers_.size(), numel, name, segment.numel);
+}
+
+void StateFiles::read(const ModelLayout& layout, StateStore& states) const {
+  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
+    for (const Segment& segment : layout.flat_params[param].segments) {
+      for (const auto& [plane, suffix] : kPlanes) {
+        read_plane(tensors_.at(segment.name + suffix), static_cast<int>(param), segment, plane,
+                   states);
+      }
+    }
+  }
+}
+
+void StateFiles::read_plane(const std::vector<Slice>& slices, int param, const Segment& segment,
+                            Plane plane, StateStore& states) const {
+  const ElementRange own = states.own_part(param, segment.offset, segment.numel);
+  std::vector<uint16_t> halves;
+  for (const Slice& slice : slices) {
+    const TensorInfo& tensor = *slice.tensor;
+    const ElementRange part =
+        intersect({own.begin - segment.offset, own.numel}, {slice.begin, tensor.numel()});
+    for_pieces(part, [&](int64_t first, std::span<float> values) {
+      const size_t offset = static_cast<size_t>(first - slice.begin) * dtype_bytes(tensor.dtype);
+      if (tensor.dtype == DType::kBF16) {
+        halves.resize(values.size());
+        slice.reader->read(tensor, offset, std::as_writable_bytes(std::span(halves)));
+        std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
+      } else {
+        slice.reader->read(tensor, offset, std::as_writable_bytes(values));
+      }
+      states.write(param, plane, segment.offset + first, values);
+    });
+  }
+}
+
+}  // namespace orlop
