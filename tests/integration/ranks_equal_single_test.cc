@@ -168,15 +168,52 @@ class Ranks : public ::testing::Test {
   TempFolder folder_;
 };
 
-// Overflow of one rank's gradient is every rank's: the same steps are skipped, at the same scale.
-TEST_F(Ranks, SkipTheSameSteps) {
-  EngineConfig config = rank_config(Precision::kF16);
-  const auto engine = Engine::open(model(), config);
-  const RunOptions options{.until = 12, .last = 12};
-  const RunRecord single = run(*engine, options);
-  ASSERT_GE(std::count(single.skipped.begin(), single.skipped.end(), true), 1);
-  for (const int ranks : {2, 4}) {
-    EXPECT_EQ(run_on_ranks(ranks, model(), config, options).skipped, single.skipped) << ranks;
+// A gradient that is not finite on one rank is every rank's: all skip the step, at the same scale,
+// and name the same element.
+TEST(RanksNonFinite, SkipTheSameSteps) {
+  const TempFolder folder;
+  const TinyShape shape;
+  write_tiny_model(folder.path(), TinyFamily::kGpt2, shape,
+                   [&](const std::string& name, std::vector<float>& values) {
+                     if (name != "transformer.wpe.weight") return;
+                     const auto row = values.begin() + 15 * shape.hidden;
+                     std::fill(row, row + shape.hidden, 3e38f);
+                   });
+  const auto batches_of = [&](const EngineConfig& config, bool with_bad) {
+    std::vector<MicroBatch> batches = random_batches(12, config.batch, 61, 3);
+    for (MicroBatch& batch : batches) batch.cu_seqlens = {0, 8, 16};
+    if (with_bad) batches[5].cu_seqlens = {0, 16};  // of one rank, whatever their number
+    return batches;
+  };
+  for (const Precision precision : {Precision::kF16, Precision::kBF16}) {
+    EngineConfig config = rank_config(precision);
+    std::vector<StepResult> expected;
+    const auto step_twice = [&](Engine& engine) {
+      std::vector<StepResult> results;
+      for (const bool bad : {true, false}) {
+        results.push_back(
+            engine.step(share_of(batches_of(config, bad), engine.rank(), engine.world_size())));
+      }
+      return results;
+    };
+    expected = step_twice(*Engine::open(folder.path().string(), config));
+    ASSERT_TRUE(expected[0].skipped);
+    ASSERT_FALSE(expected[1].skipped);
+    for (const int ranks : {2, 3, 4}) {
+      EngineConfig part = config;
+      part.batch.accumulation_steps = 12 / ranks;
+      run_engines(ranks, folder.path().string(), part, [&](Engine& engine) {
+        const States before = read_states(engine);
+        const std::vector<StepResult> found = step_twice(engine);
+        for (size_t i = 0; i < 2; ++i) {
+          EXPECT_EQ(found[i].skipped, expected[i].skipped);
+          EXPECT_EQ(found[i].nonfinite, expected[i].nonfinite);
+          EXPECT_EQ(found[i].loss_scale, expected[i].loss_scale);
+        }
+        EXPECT_EQ(found[1].step, 1);
+        EXPECT_FALSE(same_states(before, read_states(engine)));
+      });
+    }
   }
 }
 
