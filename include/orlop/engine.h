@@ -139,19 +139,28 @@ struct DataPosition {
   int64_t row = 0;  // rows of this epoch that were handed out
 };
 
+// Of the micro-batches of all ranks, in the order of one stream, those of one: every world_size-th.
+struct DataShare {
+  int rank = 0;
+  int world_size = 1;
+};
+
 // Deterministic batches from a token file (.tok). Documents are shuffled per epoch by (seed,
 // epoch), laid end to end and cut into rows of sequence_length; a document never attends to
 // another. The last, incomplete row of an epoch is padded with ignored labels.
 class ORLOP_EXPORT DataLoader {
  public:
-  DataLoader(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle);
+  DataLoader(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle,
+             const DataShare& share = {});
   ~DataLoader();
 
   int64_t rows_per_epoch() const;
   int64_t tokens() const;
   int64_t vocab_size() const;  // as the file states it
 
-  // The next micro-batch; goes on into the next epoch.
+  // This rank's next micro-batch; goes on into the next epoch. Passes over those of the other
+  // ranks, so that after the same number of calls all ranks stand at the same position, from which
+  // any number of ranks can go on.
   MicroBatch next();
 
   DataPosition position() const;
