@@ -18,9 +18,10 @@ class Queue;
 //
 // Calls that take a Queue work on device memory, are only issued, and run in the order of the
 // queue; all ranks use one queue each. Calls without a Queue work on host values and return when
-// they are done; they may be in flight at the same time as those of the queue. Sums run in rank
-// order, 16-bit values in fp32 with one rounding at the end, so the bits are fixed by the inputs.
-// Counts are in elements. `what` says in errors what the values belong to ("layer.7").
+// they are done; they may be in flight at the same time as those of the queue. Sums of
+// host memory run in rank order, 16-bit values in fp32 with one rounding at the end, so the bits
+// are fixed by the inputs; a device may sum in another order that count and ranks fix. Counts are
+// in elements. `what` says in errors what the values belong to ("layer.7").
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -52,6 +53,9 @@ class Communicator {
   // Tells all ranks that this one cannot go on: their calls, waiting or to come, throw
   // Error(kCommunicator) with `reason`. Any thread may call it; the first reason counts.
   virtual void abort(const std::string& reason) noexcept = 0;
+
+  // The error that every further call throws, or "". Does not wait; any thread may call it.
+  virtual std::string failure() const = 0;
 
   // values[i] = sum of values[i] over all ranks, in rank order.
   void all_reduce_sum(std::span<double> values, std::string_view what);

@@ -62,6 +62,11 @@ void MpiCommunicator::abort(const std::string& reason) noexcept {
   handed_over_.notify_one();
 }
 
+std::string MpiCommunicator::failure() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
 void MpiCommunicator::run(const MpiOptions& options) {
   try {
     start_mpi();

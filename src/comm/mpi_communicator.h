@@ -25,6 +25,7 @@ class MpiCommunicator final : public HostCommunicator {
   int world_size() const override { return world_size_; }
   void execute(const CollectiveCall& call, Channel channel) override;
   void abort(const std::string& reason) noexcept override;
+  std::string failure() const override;
 
  private:
   // A collective that a thread has handed over and waits for.
@@ -46,7 +47,7 @@ class MpiCommunicator final : public HostCommunicator {
 
   int rank_ = 0;
   int world_size_ = 1;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable handed_over_;  // to the comm thread
   std::condition_variable done_;         // to those who wait
   std::array<Post, kChannels> posts_;

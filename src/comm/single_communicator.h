@@ -27,6 +27,7 @@ class SingleCommunicator final : public Communicator {
                          std::string_view what) override;
   void broadcast_values(std::span<std::byte> values, int root, std::string_view what) override;
   void abort(const std::string&) noexcept override {}
+  std::string failure() const override { return ""; }
 
  private:
   Copy copy_;

@@ -42,6 +42,11 @@ class Meeting {
 
   const CollectiveCall& call(int rank) const { return calls_[static_cast<size_t>(rank)]; }
 
+  std::string error() const {
+    std::lock_guard lock(mutex_);
+    return error_;
+  }
+
   void abort(const std::string& reason) {
     std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
@@ -62,7 +67,7 @@ class Meeting {
   }
 
   const int world_size_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<CollectiveCall> calls_;
   std::vector<CollectiveId> ids_;
@@ -136,6 +141,11 @@ void ThreadCommunicator::execute(const CollectiveCall& call, Channel channel) {
 
 void ThreadCommunicator::abort(const std::string& reason) noexcept {
   abort_group(*group_, fmt::format("rank {} has failed: {}", rank_, reason));
+}
+
+std::string ThreadCommunicator::failure() const {
+  const std::string queued = group_->queued.error();
+  return queued.empty() ? group_->host.error() : queued;
 }
 
 void run_ranks(int world_size, HostCommunicator::Issue issue,

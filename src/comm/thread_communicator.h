@@ -20,6 +20,7 @@ class ThreadCommunicator final : public HostCommunicator {
   int world_size() const override;
   void execute(const CollectiveCall& call, Channel channel) override;
   void abort(const std::string& reason) noexcept override;
+  std::string failure() const override;
 
  private:
   std::shared_ptr<ThreadGroup> group_;

@@ -35,6 +35,7 @@ BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads
 struct CudaLibrary {
   OrlopMakeCudaBackend make = nullptr;
   OrlopCudaDeviceCount device_count = nullptr;
+  OrlopMakeNcclCommunicator make_ranks = nullptr;
   std::string error;  // why it is not there
 };
 
@@ -43,6 +44,7 @@ CudaLibrary load_cuda() {
   CudaLibrary cuda;
   cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
   cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");
+  cuda.make_ranks = library.find<OrlopMakeNcclCommunicator>("orlop_make_nccl_communicator");
   cuda.error = library.error();
   return cuda;
 }
@@ -88,14 +90,25 @@ BackendChoice make_backend(const EngineConfig& config, int local_ranks, int thre
                            Tracer* tracer) {
   if (config.device == "host") return make_host(config, local_ranks, threads, tracer);
   if (config.device == "auto") {
-    const CudaLibrary& library = cuda_library();
-    if (!library.error.empty() || library.device_count() == 0)
-      return make_host(config, local_ranks, threads, tracer);
+    if (usable_gpus() == 0) return make_host(config, local_ranks, threads, tracer);
     return make_cuda(config, 0, tracer);
   }
   check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,
         "device '{}' is not known; use auto, host, cuda or cuda:N", config.device);
   return make_cuda(config, device_index(config.device), tracer);
+}
+
+int usable_gpus() {
+  const CudaLibrary& library = cuda_library();
+  return library.error.empty() ? library.device_count() : 0;
+}
+
+std::shared_ptr<Communicator> make_gpu_communicator(int device_index,
+                                                    std::shared_ptr<Communicator> host) {
+  NcclOptions options;
+  options.device_index = device_index;
+  options.host = host.get();
+  return {cuda_library().make_ranks(&options), [host](Communicator* ranks) { delete ranks; }};
 }
 
 }  // namespace orlop

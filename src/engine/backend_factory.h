@@ -4,6 +4,7 @@
 
 #include "backend/backend.h"
 #include "base/trace.h"
+#include "comm/communicator.h"
 #include "orlop/config.h"
 
 namespace orlop {
@@ -19,5 +20,12 @@ struct BackendChoice {
 // any other name, Error(kDevice) when a GPU was asked for and cannot be used, with the reason.
 BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
                            Tracer* tracer);
+
+// GPUs that a backend can be made for; 0 where the CUDA part of Orlop cannot be loaded.
+int usable_gpus();
+
+// The ranks of `host` with one GPU each; all make theirs together. Throws Error(kCommunicator).
+std::shared_ptr<Communicator> make_gpu_communicator(int device_index,
+                                                    std::shared_ptr<Communicator> host);
 
 }  // namespace orlop

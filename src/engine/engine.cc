@@ -321,7 +321,10 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 
 std::unique_ptr<Engine> Engine::open(const std::string& model_dir, const EngineConfig& config) {
-  return open_engine(model_dir, config, join_ranks(config));
+  const RunPart part = join_ranks(config.device);
+  EngineConfig own = config;
+  own.device = part.device;
+  return open_engine(model_dir, own, part.ranks);
 }
 
 std::unique_ptr<Engine> open_engine(const std::string& model_dir, const EngineConfig& config,

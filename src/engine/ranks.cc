@@ -10,6 +10,7 @@
 #include "backend/backend.h"
 #include "base/check.h"
 #include "comm/single_communicator.h"
+#include "engine/backend_factory.h"
 #include "host/host_queue.h"
 
 namespace orlop {
@@ -98,17 +99,41 @@ void issue_on_host_queue(Queue& queue, const CollectiveCall& call) {
   host::host_queue(queue).enqueue(collective_name(call.id.kind), call);
 }
 
-std::shared_ptr<Communicator> join_ranks(const EngineConfig& config) {
+std::shared_ptr<Communicator> join_host_ranks() {
   const RankIds ids = read_rank_ids(process_environment);
   if (ids.world_size == 1) return one_rank();
-  check(config.device == "host" || config.device == "auto", ErrorCode::kUsage,
-        "device '{}' in a run of {} ranks: this build trains over ranks on the host device only; "
-        "use --device host, or start one process",
-        config.device, ids.world_size);
   // MPI ends with the process that it was started in.
   static const std::shared_ptr<Communicator> joined =
       join_through_mpi(ids, {.issue = issue_on_host_queue});
   return joined;
+}
+
+RunPart join_ranks(const std::string& device) {
+  const RankIds ids = read_rank_ids(process_environment);
+  std::shared_ptr<Communicator> host = join_host_ranks();
+  if (ids.world_size == 1) return {host, device};
+  int gpus = 0;
+  on_all_ranks(*host, "devices", [&] {
+    check(device == "host" || device == "auto" || device == "cuda", ErrorCode::kUsage,
+          "device '{}' in a run of {} ranks; use auto, host or cuda: every rank takes the GPU of "
+          "its local rank",
+          device, ids.world_size);
+    gpus = device == "host" ? 0 : usable_gpus();
+    check(device == "host" || gpus == 0 || ids.local_rank < gpus, ErrorCode::kUsage,
+          "this machine runs at least {} ranks, but has {} GPUs; start one rank per GPU, or use "
+          "--device host",
+          ids.local_rank + 1, gpus);
+    check(device != "cuda" || gpus > 0, ErrorCode::kDevice,
+          "device 'cuda': no usable GPU, or the CUDA part of Orlop cannot be loaded; use --device "
+          "host");
+  });
+  const size_t least = least_over_ranks(*host, "GPUs", gpus > 0 ? 1 : 0);
+  const size_t most = most_over_ranks(*host, "GPUs", gpus > 0 ? 1 : 0);
+  check(least == most, ErrorCode::kUsage,
+        "some of the {} ranks have a GPU and some have none; use --device host on all of them",
+        ids.world_size);
+  if (least == 0) return {host, "host"};
+  return {make_gpu_communicator(ids.local_rank, host), fmt::format("cuda:{}", ids.local_rank)};
 }
 
 }  // namespace orlop

@@ -6,7 +6,6 @@
 #include <string_view>
 
 #include "comm/rendezvous.h"
-#include "orlop/config.h"
 
 namespace orlop {
 
@@ -42,8 +41,18 @@ std::unique_ptr<Communicator> one_rank();
 // Makes a collective the next work of a queue of the host's backend.
 void issue_on_host_queue(Queue& queue, const CollectiveCall& call);
 
-// The ranks that this process belongs to, as its launcher's environment says; one rank without a
-// launcher. Joined at the first call, for the life of the process.
-std::shared_ptr<Communicator> join_ranks(const EngineConfig& config);
+// The ranks that this process belongs to, as its launcher's environment says, on host memory; one
+// rank without a launcher. Joined at the first call, for the life of the process.
+std::shared_ptr<Communicator> join_host_ranks();
+
+// This process's part in a run.
+struct RunPart {
+  std::shared_ptr<Communicator> ranks;
+  std::string device;  // of this rank: with several, each takes a GPU of its own
+};
+
+// The ranks on the device that a configuration names: "host", "cuda" or "auto", or with one rank
+// any. Several ranks must all have GPUs, or none of them uses one.
+RunPart join_ranks(const std::string& device);
 
 }  // namespace orlop
