@@ -144,7 +144,7 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
   const std::unique_ptr<Communicator> ranks = one_rank();
-  Session session(make_planning(model_dir, config, {}, nullptr), config, *ranks);
+  Session session(make_planning(model_dir, config, {}, nullptr), config, *ranks, nullptr);
   // Zeros would draw less power and run faster than real weights.
   init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",

@@ -59,11 +59,14 @@ void bind_optimizer(py::module_& module) {
 void bind_memory(py::module_& module) {
   py::class_<LimitsConfig> limits(module, "LimitsConfig",
                                   "Hard budgets in bytes. None: all free device memory; all host "
-                                  "memory that the cgroup allows, less "
-                                  "a reserve.");
+                                  "memory that the cgroup allows, less a reserve. "
+                                  "snapshot_bytes, of the host's, hold copies of states that a "
+                                  "save in the background makes so that updates need not wait "
+                                  "until they are written.");
   def_keyword_init<LimitsConfig>(limits);
   limits.def_readwrite("device_bytes", &LimitsConfig::device_bytes)
-      .def_readwrite("host_bytes", &LimitsConfig::host_bytes);
+      .def_readwrite("host_bytes", &LimitsConfig::host_bytes)
+      .def_readwrite("snapshot_bytes", &LimitsConfig::snapshot_bytes);
 
   py::class_<PlacementConfig> placement(
       module, "PlacementConfig", "What the planner decides by itself where a member is None.");

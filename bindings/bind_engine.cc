@@ -80,6 +80,10 @@ void bind_results(py::module_& module) {
       .value("EXP_AVG", StateKind::kExpAvg)
       .value("EXP_AVG_SQ", StateKind::kExpAvgSq);
 
+  py::enum_<SaveMode>(module, "SaveMode", "When save_checkpoint returns.")
+      .value("WAIT", SaveMode::kWait)
+      .value("BACKGROUND", SaveMode::kBackground);
+
   py::class_<TensorDescription>(module, "TensorDescription")
       .def_readonly("name", &TensorDescription::name)
       .def_readonly("shape", &TensorDescription::shape)
@@ -127,9 +131,16 @@ void bind_states(py::class_<EngineHandle>& engine) {
       .def(
           "save_checkpoint",
           [](EngineHandle& self, const std::string& run_dir, const std::string& user_state,
-             int keep) { return self.get().save_checkpoint(run_dir, user_state, keep); },
-          py::arg("run_dir"), py::arg("user_state") = "", py::arg("keep") = 3, Release(),
-          "Writes run_dir/step-N and keeps the newest `keep`. Returns the folder.")
+             int keep,
+             SaveMode mode) { return self.get().save_checkpoint(run_dir, user_state, keep, mode); },
+          py::arg("run_dir"), py::arg("user_state") = "", py::arg("keep") = 3,
+          py::arg("mode") = SaveMode::kWait, Release(),
+          "Writes run_dir/step-N and keeps the newest `keep`. Returns the folder. In the "
+          "background it is written beside the steps that follow; an error is raised, once, by the "
+          "next call.")
+      .def(
+          "wait_for_save", [](EngineHandle& self) { self.get().wait_for_save(); }, Release(),
+          "Returns when no save runs. Raises the error of the one that ran.")
       .def(
           "load_checkpoint",
           [](EngineHandle& self, const std::string& step_dir) {

@@ -30,6 +30,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("parameters", &PlanReport::parameters)
       .def_readonly("tokens_per_step", &PlanReport::tokens_per_step)
       .def_readonly("device_peak_bytes", &PlanReport::device_peak_bytes)
+      .def_readonly("device_fixed_bytes", &PlanReport::device_fixed_bytes)
       .def_readonly("device_budget_bytes", &PlanReport::device_budget_bytes)
       .def_readonly("host_bytes", &PlanReport::host_bytes)
       .def_readonly("host_budget_bytes", &PlanReport::host_budget_bytes)
@@ -41,6 +42,9 @@ void bind_plan(py::module_& module) {
       .def_readonly("prefetch_depth", &PlanReport::prefetch_depth)
       .def_readonly("waves", &PlanReport::waves)
       .def_readonly("activations_on_device", &PlanReport::activations_on_device)
+      .def_readonly("save_bytes", &PlanReport::save_bytes)
+      .def_readonly("save_seconds", &PlanReport::save_seconds)
+      .def_readonly("save_stall_seconds", &PlanReport::save_stall_seconds)
       .def_readonly("updates_in_backward", &PlanReport::updates_in_backward)
       .def_readonly("step_seconds", &PlanReport::step_seconds)
       .def_readonly("compute_seconds", &PlanReport::compute_seconds)
@@ -59,7 +63,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("device_peak_bytes", &Stats::device_peak_bytes)
       .def_readonly("host_bytes", &Stats::host_bytes)
       .def_readonly("optimizer_seconds", &Stats::optimizer_seconds)
-      .def_readonly("optimizer_exposed_seconds", &Stats::optimizer_exposed_seconds);
+      .def_readonly("optimizer_exposed_seconds", &Stats::optimizer_exposed_seconds)
+      .def_readonly("save_held_seconds", &Stats::save_held_seconds);
 }
 
 }  // namespace orlop::python

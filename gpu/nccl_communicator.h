@@ -47,6 +47,7 @@ class NcclCommunicator final : public Communicator {
   void broadcast_values(std::span<std::byte> values, int root, std::string_view what) override {
     host_.broadcast_values(values, root, what);
   }
+  Communicator& beside() override { return host_.beside(); }
   void abort(const std::string& reason) noexcept override { host_.abort(reason); }
   std::string failure() const override { return host_.failure(); }
 

@@ -197,6 +197,12 @@ _OPTIONS = (
     Option("device", str, "auto", "auto, host, cuda or cuda:N"),
     Option("device_mem", parse_bytes, None, "hard budget of device bytes, e.g. 193MB", ("gpu_mem",)),
     Option("host_mem", parse_bytes, None, "hard budget of host bytes, e.g. 20GiB"),
+    Option(
+        "snapshot_mem",
+        parse_bytes,
+        0,
+        "of the host bytes, for copies that keep updates from waiting for a save, e.g. 2GiB",
+    ),
     Option("threads", _COUNT, 0, "host threads; 0: every usable core"),
     Option("prefetch", _COUNT, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
     Option("resident_blocks", _COUNT, None, "blocks whose weights stay on the device", ("resident",)),
@@ -209,6 +215,14 @@ _OPTIONS = (
     # Run.
     Option("resume", str, "auto", "auto, must, never, or a step-N folder", ("resume_from_checkpoint",)),
     Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
+    Option(
+        "async_save",
+        parse_bool,
+        True,
+        "checkpoints of save_every are written beside the steps that follow",
+        ("async",),
+        is_flag=True,
+    ),
     Option("keep", _POSITIVE, 3, "newest checkpoints to keep", ("save_total_limit",)),
     Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only", ("eval_steps",)),
     Option("log_every", _POSITIVE, 1, "steps between progress lines", ("logging_steps",)),

@@ -85,6 +85,7 @@ class StepRecorder:
             },
             "stall_ms": {
                 "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
+                "save": 1e3 * (stats.save_held_seconds - last.save_held_seconds),
             },
             "link_bytes": {
                 "upload": stats.uploaded_bytes - last.uploaded_bytes,

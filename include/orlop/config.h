@@ -48,6 +48,9 @@ struct BatchConfig {
 struct LimitsConfig {
   std::optional<size_t> device_bytes;
   std::optional<size_t> host_bytes;
+  // Of the host bytes, for copies of states that a save in the background makes so that updates
+  // need not wait until they are written.
+  size_t snapshot_bytes = 0;
 };
 
 // What the planner decides by itself unless it is told.

@@ -53,6 +53,12 @@ struct EvalResult {
 
 enum class StateKind : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 
+// When save_checkpoint returns.
+enum class SaveMode : uint8_t {
+  kWait,        // when the checkpoint is complete
+  kBackground,  // at once: it is written beside the steps that follow
+};
+
 struct TensorDescription {
   std::string name;
   std::vector<int64_t> shape;
@@ -102,9 +108,19 @@ class ORLOP_EXPORT Engine {
 
   // Writes run_dir/step-N/ (states, manifest last, rename) and keeps the newest `keep`.
   // `user_state` is stored in the manifest and given back by load_checkpoint: the place for the
-  // data loader's position. Returns the folder's path. All ranks together, into one folder that all
-  // of them see; each writes its part.
-  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep);
+  // data loader's position. Returns the folder's path. Until the manifest is written and the folder
+  // has its name, the last checkpoint is the newest. All ranks together, into one folder that all of
+  // them see; each writes its part.
+  //
+  // In the background the next step's update of a block waits until the block is written, or copied
+  // to LimitsConfig::snapshot_bytes; plan().save_stall_seconds is what that is expected to cost. An
+  // error reaches the caller, once, at the next call, and harms neither the run nor older
+  // checkpoints. One save runs at a time: the next one waits for it, and so does the destructor.
+  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep,
+                              SaveMode mode = SaveMode::kWait);
+
+  // Returns when no save runs. Throws the error of the one that ran.
+  void wait_for_save();
 
   // Reads one step-N folder into the present placement, whatever placement and number of ranks
   // wrote it. Returns user_state. All ranks together.

@@ -32,6 +32,7 @@ struct ORLOP_EXPORT PlanReport {
   int64_t parameters = 0;
   int64_t tokens_per_step = 0;
   size_t device_peak_bytes = 0;
+  size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;
@@ -47,6 +48,9 @@ struct ORLOP_EXPORT PlanReport {
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone
   double optimizer_seconds = 0;      // the host update alone
+  size_t save_bytes = 0;             // of one checkpoint
+  double save_seconds = 0;           // to write it
+  double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
       false;  // false: from default bandwidths, not from `orlop doctor --measure`

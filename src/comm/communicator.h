@@ -50,6 +50,10 @@ class Communicator {
   // Host values: the bytes of every rank = those of `root`.
   virtual void broadcast_values(std::span<std::byte> values, int root, std::string_view what) = 0;
 
+  // The same ranks for a second thread, whose host values may be in flight beside those of this
+  // one. For host values only; lives as long as this.
+  virtual Communicator& beside() = 0;
+
   // Tells all ranks that this one cannot go on: their calls, waiting or to come, throw
   // Error(kCommunicator) with `reason`. Any thread may call it; the first reason counts.
   virtual void abort(const std::string& reason) noexcept = 0;

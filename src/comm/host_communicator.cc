@@ -89,23 +89,74 @@ void HostCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DTyp
         {make_collective_id(CollectiveKind::kBroadcast, dtype, count, root, what), buffer, buffer});
 }
 
-void HostCommunicator::all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
-                                         std::string_view what) {
+void HostCommunicator::gather_on(Channel channel, std::span<const std::byte> send,
+                                 std::span<std::byte> recv, std::string_view what) {
   ORLOP_INVARIANT(recv.size() == send.size() * static_cast<size_t>(world_size()));
   const int64_t count = static_cast<int64_t>(send.size());
   execute({make_collective_id(CollectiveKind::kAllGather, DType::kU8, count, 0, what), send.data(),
            recv.data(), this},
-          Channel::kHost);
+          channel);
 }
 
-void HostCommunicator::broadcast_values(std::span<std::byte> values, int root,
-                                        std::string_view what) {
+void HostCommunicator::broadcast_on(Channel channel, std::span<std::byte> values, int root,
+                                    std::string_view what) {
   check_root(root);
   const int64_t count = static_cast<int64_t>(values.size());
   execute({make_collective_id(CollectiveKind::kBroadcast, DType::kU8, count, root, what),
            values.data(), values.data(), this},
-          Channel::kHost);
+          channel);
 }
+
+void HostCommunicator::all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
+                                         std::string_view what) {
+  gather_on(Channel::kHost, send, recv, what);
+}
+
+void HostCommunicator::broadcast_values(std::span<std::byte> values, int root,
+                                        std::string_view what) {
+  broadcast_on(Channel::kHost, values, root, what);
+}
+
+// The ranks as the second thread has them.
+class HostCommunicator::Beside final : public Communicator {
+ public:
+  explicit Beside(HostCommunicator& ranks) : ranks_(ranks) {}
+
+  int rank() const override { return ranks_.rank(); }
+  int world_size() const override { return ranks_.world_size(); }
+  void all_gather(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
+    refuse(what);
+  }
+  void reduce_scatter(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
+    refuse(what);
+  }
+  void broadcast(Queue&, void*, int64_t, DType, int, std::string_view what) override {
+    refuse(what);
+  }
+  void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
+                         std::string_view what) override {
+    ranks_.gather_on(Channel::kBeside, send, recv, what);
+  }
+  void broadcast_values(std::span<std::byte> values, int root, std::string_view what) override {
+    ranks_.broadcast_on(Channel::kBeside, values, root, what);
+  }
+  Communicator& beside() override { return *this; }
+  void abort(const std::string& reason) noexcept override { ranks_.abort(reason); }
+  std::string failure() const override { return ranks_.failure(); }
+
+ private:
+  [[noreturn]] static void refuse(std::string_view what) {
+    fail(ErrorCode::kInternal, "a collective of a queue ({}) beside the thread that issues", what);
+  }
+
+  HostCommunicator& ranks_;
+};
+
+HostCommunicator::HostCommunicator(Issue issue)
+    : issue_(issue), beside_(std::make_unique<Beside>(*this)) {}
+HostCommunicator::~HostCommunicator() = default;
+
+Communicator& HostCommunicator::beside() { return *beside_; }
 
 bool is_summable(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kBF16 ||

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <memory>
 
 #include "comm/communicator.h"
 
@@ -59,10 +60,11 @@ class HostCommunicator : public Communicator {
   using Issue = void (*)(Queue& queue, const CollectiveCall& call);
 
   // A rank has at most one collective in flight per channel.
-  enum class Channel : uint8_t { kQueue, kHost };
-  static constexpr size_t kChannels = 2;
+  enum class Channel : uint8_t { kQueue, kHost, kBeside };
+  static constexpr size_t kChannels = 3;
 
-  explicit HostCommunicator(Issue issue) : issue_(issue) {}
+  explicit HostCommunicator(Issue issue);
+  ~HostCommunicator() override;
 
   void all_gather(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
                   std::string_view what) final;
@@ -74,14 +76,22 @@ class HostCommunicator : public Communicator {
                          std::string_view what) final;
   void broadcast_values(std::span<std::byte> values, int root, std::string_view what) final;
 
+  Communicator& beside() final;
+
   // Runs a collective on the calling thread, with all ranks.
   virtual void execute(const CollectiveCall& call, Channel channel) = 0;
 
  private:
+  class Beside;
+
   void issue(Queue& queue, CollectiveCall call);
+  void gather_on(Channel channel, std::span<const std::byte> send, std::span<std::byte> recv,
+                 std::string_view what);
+  void broadcast_on(Channel channel, std::span<std::byte> values, int root, std::string_view what);
   void check_root(int root) const;
 
   Issue issue_;
+  std::unique_ptr<Beside> beside_;
 };
 
 // True for the types that sum_in_order() adds.

@@ -1,5 +1,6 @@
 #include "comm/mpi_communicator.h"
 
+#include <algorithm>
 #include <atomic>
 
 #include "base/check.h"
@@ -16,6 +17,8 @@ constexpr std::chrono::microseconds kBusyPause{20};
 constexpr std::chrono::milliseconds kIdlePause{50};
 
 std::atomic<bool> mpi_was_started{false};
+
+bool is_active(const MpiExchange& exchange) { return exchange.active(); }
 
 }  // namespace
 
@@ -70,7 +73,8 @@ std::string MpiCommunicator::failure() const {
 void MpiCommunicator::run(const MpiOptions& options) {
   try {
     start_mpi();
-    Exchanges exchanges{MpiExchange(MPI_COMM_WORLD), MpiExchange(MPI_COMM_WORLD)};
+    Exchanges exchanges{MpiExchange(MPI_COMM_WORLD), MpiExchange(MPI_COMM_WORLD),
+                        MpiExchange(MPI_COMM_WORLD)};
     MpiPeers peers(MPI_COMM_WORLD, options.silence_seconds);
     {
       std::lock_guard lock(mutex_);
@@ -111,7 +115,7 @@ void MpiCommunicator::drive(const MpiOptions& options, Exchanges& exchanges, Mpi
         for (const Post& post : posts_) posted = posted || (post.call != nullptr && !post.taken);
         return posted;
       };
-      const bool busy = exchanges[0].active() || exchanges[1].active();
+      const bool busy = std::any_of(exchanges.begin(), exchanges.end(), is_active);
       if (busy) {
         handed_over_.wait_for(lock, kBusyPause, has_news);
       } else {

@@ -1,5 +1,6 @@
 #include "comm/thread_communicator.h"
 
+#include <array>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -85,15 +86,17 @@ void copy_row(void* to, const void* from, const CollectiveId& id) {
 
 class ThreadGroup {
  public:
-  explicit ThreadGroup(int ranks) : world_size(ranks), queued(ranks), host(ranks) {}
+  explicit ThreadGroup(int ranks) : world_size(ranks) {
+    for (auto& meeting : meetings) meeting = std::make_unique<Meeting>(ranks);
+  }
 
   Meeting& meeting(HostCommunicator::Channel channel) {
-    return channel == HostCommunicator::Channel::kQueue ? queued : host;
+    return *meetings[static_cast<size_t>(channel)];
   }
 
   const int world_size;
-  Meeting queued;
-  Meeting host;
+  // One per channel, because a rank may be in one of each at the same time.
+  std::array<std::unique_ptr<Meeting>, HostCommunicator::kChannels> meetings;
 };
 
 std::shared_ptr<ThreadGroup> make_thread_group(int world_size) {
@@ -102,8 +105,7 @@ std::shared_ptr<ThreadGroup> make_thread_group(int world_size) {
 }
 
 void abort_group(ThreadGroup& group, const std::string& reason) {
-  group.queued.abort(reason);
-  group.host.abort(reason);
+  for (auto& meeting : group.meetings) meeting->abort(reason);
 }
 
 ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank, Issue issue)
@@ -144,8 +146,10 @@ void ThreadCommunicator::abort(const std::string& reason) noexcept {
 }
 
 std::string ThreadCommunicator::failure() const {
-  const std::string queued = group_->queued.error();
-  return queued.empty() ? group_->host.error() : queued;
+  for (const auto& meeting : group_->meetings) {
+    if (std::string error = meeting->error(); !error.empty()) return error;
+  }
+  return "";
 }
 
 void run_ranks(int world_size, HostCommunicator::Issue issue,

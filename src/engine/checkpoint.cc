@@ -72,32 +72,29 @@ size_t newer_checkpoints(const fs::path& root, int64_t step) {
 
 }  // namespace
 
-fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
-                       StateStore& states, const TrainingState& training, Communicator& ranks) {
-  const fs::path unfinished = unfinished_checkpoint(root, training.steps);
+fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, StateStore& states,
+                       const TrainingState& training, const SaveOrder& order, Communicator& ranks) {
+  const fs::path unfinished = unfinished_checkpoint(place.root, training.steps);
   on_all_ranks(ranks, "checkpoint, begin", [&] {
     if (ranks.rank() != 0) return;
-    remove_leftovers(root);
-    const fs::path folder =
-        (begin_checkpoint(root, training.steps) / state_file_name(0)).parent_path();
-    std::error_code error;
-    fs::create_directories(folder, error);
-    check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}", folder.string(),
-          error.message());
+    remove_leftovers(place.root);
+    begin_checkpoint(place.root, training.steps);
+    make_state_folder(unfinished);
   });
   ManifestFile own;
   on_all_ranks(ranks, "checkpoint, states",
-               [&] { own = write_state_file(unfinished, ranks.rank(), layout, states); });
+               [&] { own = write_state_file(unfinished, ranks.rank(), layout, states, order); });
   Manifest manifest;
   manifest.step = training.steps;
   manifest.state = to_json(training);
   manifest.files = gather_files(ranks, own);
   on_all_ranks(ranks, "checkpoint, manifest", [&] {
     if (ranks.rank() != 0) return;
-    commit_checkpoint(root, manifest);
-    prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
+    commit_checkpoint(place.root, manifest);
+    const size_t newer = newer_checkpoints(place.root, training.steps);
+    prune_checkpoints(place.root, std::max(place.keep, newer + 1));
   });
-  return finished_checkpoint(root, training.steps);
+  return checkpoint_folder(place.root, training.steps);
 }
 
 TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,

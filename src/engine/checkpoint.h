@@ -4,7 +4,7 @@
 #include <string>
 
 #include "comm/communicator.h"
-#include "engine/state_store.h"
+#include "engine/state_files.h"
 #include "model/param_layout.h"
 #include "optim/grad_scaler.h"
 
@@ -17,12 +17,18 @@ struct TrainingState {
   std::string user_state;  // the caller's own, e.g. the position in the data
 };
 
+// Where the checkpoints of a run go.
+struct CheckpointPlace {
+  std::filesystem::path root;  // one folder that all ranks see
+  size_t keep = 1;             // so many of the newest are kept
+};
+
 // Writes root/step-N/ with one file of states per rank (state_files.h), each by its rank, then the
-// manifest; keeps the newest `keep` checkpoints. Nothing that exists is touched before the new
-// folder is complete. All ranks call it, with one `root` that all of them see. Returns the folder.
-std::filesystem::path save_training(const std::filesystem::path& root, size_t keep,
-                                    const ModelLayout& layout, StateStore& states,
-                                    const TrainingState& training, Communicator& ranks);
+// manifest. Nothing that exists is touched before the new folder is complete. All ranks call it.
+// Returns the folder.
+std::filesystem::path save_training(const CheckpointPlace& place, const ModelLayout& layout,
+                                    StateStore& states, const TrainingState& training,
+                                    const SaveOrder& order, Communicator& ranks);
 
 // Reads this rank's part of such a folder, however many ranks have written it. Sizes, hashes, names
 // and shapes are checked before the first state changes; a missing and an unknown tensor are

@@ -66,7 +66,7 @@ class Engine::Impl {
         config_(config),
         model_dir_(std::move(model_dir)),
         session_(make_planning(model_dir_, config, planning_ranks(*ranks_), &tracer_), config,
-                 *ranks_),
+                 *ranks_, &tracer_),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
@@ -145,17 +145,22 @@ class Engine::Impl {
     });
   }
 
-  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep) {
+  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep,
+                              SaveMode mode) {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
-    return reading([&] {
-      const TrainingState training{applied_steps_, scaler_.state(), user_state};
-      return save_training(run_dir, static_cast<size_t>(keep), layout(), session_.states(),
-                           training, *ranks_)
-          .string();
-    });
+    check_usable();
+    if (mode == SaveMode::kWait) optimizer_.wait_idle();
+    const TrainingState training{applied_steps_, scaler_.state(), user_state};
+    const std::filesystem::path folder =
+        session_.save().start({{run_dir, static_cast<size_t>(keep)}, training, version_});
+    if (mode == SaveMode::kWait) session_.save().wait();
+    return folder.string();
   }
 
+  void wait_for_save() { session_.save().wait(); }
+
   std::string load_checkpoint(const std::string& step_dir) {
+    session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
       const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_);
@@ -182,6 +187,7 @@ class Engine::Impl {
     stats.host_bytes = session_.host_bytes();
     stats.optimizer_seconds = optimizer_.busy_seconds();
     stats.optimizer_exposed_seconds = exposed_seconds_;
+    stats.save_held_seconds = optimizer_.held_seconds();
     return stats;
   }
 
@@ -209,6 +215,7 @@ class Engine::Impl {
          .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
          .version = version_,
          .hyper = hyper,
+         .save = session_.save().running(),
          .optimizer = &optimizer_});
     ++version_;
     if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
@@ -259,11 +266,13 @@ class Engine::Impl {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
-  void check_usable() const {
+  // Throws, once, also the error of a save in the background, which harms nothing.
+  void check_usable() {
     check(failure_.empty(), ErrorCode::kInternal,
           "the engine failed before and refuses further work; resume from the last checkpoint. The "
           "first error was: {}",
           failure_);
+    session_.save().check_finished();
   }
 
   static PlanningRanks planning_ranks(Communicator& ranks) {
@@ -353,9 +362,10 @@ void Engine::read_state(const std::string& tensor, StateKind kind, std::span<flo
   impl_->read_state(tensor, kind, values);
 }
 std::string Engine::save_checkpoint(const std::string& run_dir, const std::string& user_state,
-                                    int keep) {
-  return impl_->save_checkpoint(run_dir, user_state, keep);
+                                    int keep, SaveMode mode) {
+  return impl_->save_checkpoint(run_dir, user_state, keep, mode);
 }
+void Engine::wait_for_save() { impl_->wait_for_save(); }
 std::string Engine::load_checkpoint(const std::string& step_dir) {
   return impl_->load_checkpoint(step_dir);
 }

@@ -208,6 +208,8 @@ void Executor::submit_update(Walk& walk, const PlanOp& op) {
   }
   job.scalars = reinterpret_cast<const StepScalars*>(
       address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kHost))));
+  job.saved = memory_.saved[static_cast<size_t>(op.param)];
+  job.saved_version = walk.input.save;
   job.hyper = walk.input.hyper;
   job.version = walk.input.version + 1;
   walk.input.optimizer->submit(job);
@@ -259,6 +261,9 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
       break;
     case OpKind::kDeviceAdam:
+      if (walk.input.save > 0) {
+        queue.wait_gate(memory_.saved[static_cast<size_t>(op.param)], walk.input.save);
+      }
       issue_device_adam(walk, op, queue);
       break;
     case OpKind::kHostAdam:

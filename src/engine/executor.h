@@ -24,7 +24,8 @@ struct ExecutorMemory {
   std::byte* device = nullptr;
   std::byte* host = nullptr;
   std::byte* scalars = nullptr;  // the host's kScalars buffer
-  std::vector<Gate> gates;       // one per FlatParam
+  std::vector<Gate> gates;       // one per FlatParam: version that its update has written
+  std::vector<Gate> saved;       // likewise: the last save that does not read it any more
 };
 
 // What a micro-batch may hold.
@@ -41,6 +42,7 @@ struct WalkInput {
   float max_grad_norm = 0;
   uint32_t version = 0;  // of every FlatParam: what the step before made of it
   AdamHyper hyper;       // of the updates
+  uint32_t save = 0;     // the save that may still read what updates write, or none
   // Runs the host updates, which make `version` + 1. Null: no host update runs, for whoever times
   // the device's work alone.
   OptimizerQueue* optimizer = nullptr;

@@ -118,6 +118,10 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.updates_wait_for_norm =
       config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16 ||
       ranks.world_size > 1;  // whether a gradient is finite, all ranks know with the norm
+  size_t all_states = 0;
+  for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+    all_states += input.state_bytes(static_cast<int>(param));
+  input.snapshot_bytes = std::min(config.limits.snapshot_bytes, all_states);
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
@@ -135,10 +139,11 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   return planning;
 }
 
-Session::Session(Planning planning, const EngineConfig& config, Communicator& ranks)
+Session::Session(Planning planning, const EngineConfig& config, Communicator& ranks, Tracer* tracer)
     : ranks_(ranks),
       host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
       planning_(std::move(planning)),
+      tracer_(tracer),
       sequence_length_(config.batch.sequence_length) {
   ExecutorMemory memory = take_memory();
   gates_ = memory.gates;
@@ -165,9 +170,37 @@ ExecutorMemory Session::take_memory() {
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
   }
-  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, ranks_.rank(),
-                                         memory.device, memory.host);
+  gates += layout().flat_params.size();
+  for (size_t param = 0; param < layout().flat_params.size(); ++param) {
+    memory.saved.push_back({new (gates + param) std::atomic<uint32_t>(0)});
+  }
+  states_ = std::make_unique<StateStore>(make_state_store(memory, QueueKind::kOffload));
+  make_save(memory);
   return memory;
+}
+
+void Session::make_save(const ExecutorMemory& memory) {
+  const StepPlan& plan = train_plan();
+  BackgroundSaveParts parts{.layout = layout(),
+                            .ranks = ranks_.beside(),
+                            .states = make_state_store(memory, QueueKind::kSave)};
+  parts.update_order = update_order(plan);
+  parts.copied = snapshot_count(planning_.input, parts.update_order);
+  if (plan.snapshot >= 0) {
+    parts.snapshot = memory.host + plan.buffers[static_cast<size_t>(plan.snapshot)].offset;
+  }
+  parts.updated = memory.gates;
+  for (size_t param = 0; param < parts.updated.size(); ++param) {
+    if (states_->host_states(static_cast<int>(param)) == nullptr) parts.updated[param] = {};
+  }
+  parts.saved = memory.saved;
+  parts.tracer = tracer_;
+  save_ = std::make_unique<BackgroundSave>(std::move(parts));
+}
+
+StateStore Session::make_state_store(const ExecutorMemory& memory, QueueKind down) {
+  return StateStore(backend(), planning_.input, train_plan(), ranks_.rank(),
+                    {memory.device, memory.host}, down);
 }
 
 void Session::upload_rope(std::byte* device) {

@@ -7,6 +7,7 @@
 #include "base/trace.h"
 #include "comm/communicator.h"
 #include "engine/backend_factory.h"
+#include "engine/background_save.h"
 #include "engine/executor.h"
 #include "engine/state_store.h"
 #include "memory/host_arena.h"
@@ -45,7 +46,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
 // zero until they are loaded.
 class Session {
  public:
-  Session(Planning planning, const EngineConfig& config, Communicator& ranks);
+  Session(Planning planning, const EngineConfig& config, Communicator& ranks, Tracer* tracer);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -60,6 +61,7 @@ class Session {
   const Executor& executor() const { return *executor_; }
   StateStore& states() { return *states_; }
   Communicator& ranks() { return ranks_; }
+  BackgroundSave& save() { return *save_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
   // What the host updates in each step, in the plan's order.
@@ -67,16 +69,20 @@ class Session {
 
  private:
   ExecutorMemory take_memory();
+  StateStore make_state_store(const ExecutorMemory& memory, QueueKind down);
+  void make_save(const ExecutorMemory& memory);
   void upload_rope(std::byte* device);
   HostUpdate host_update(int param, const std::byte* grad, uint64_t seed) const;
 
   Communicator& ranks_;
   HostArena host_arena_;  // outlives the backend, which has it registered
   Planning planning_;
+  Tracer* tracer_;
   int64_t sequence_length_;
   std::vector<Gate> gates_;
   std::unique_ptr<StateStore> states_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<BackgroundSave> save_;
 };
 
 }  // namespace orlop

@@ -36,13 +36,14 @@ void for_pieces(const ElementRange& range, const Use& use) {
   }
 }
 
-std::vector<TensorSpec> own_specs(const ModelLayout& layout, const StateStore& states) {
+// In the order in which `params` are written, which lets the file's hash run along.
+std::vector<TensorSpec> own_specs(const ModelLayout& layout, const StateStore& states,
+                                  const std::vector<int>& params) {
   std::vector<TensorSpec> specs;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    const DType moments = states.planes(index).moment_dtype;
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      const ElementRange own = states.own_part(index, segment.offset, segment.numel);
+  for (const int param : params) {
+    const DType moments = states.planes(param).moment_dtype;
+    for (const Segment& segment : layout.flat_params[static_cast<size_t>(param)].segments) {
+      const ElementRange own = states.own_part(param, segment.offset, segment.numel);
       if (own.numel == 0) continue;
       const std::vector<int64_t> shape =
           own.numel == segment.numel ? segment.shape : std::vector<int64_t>{own.numel};
@@ -103,16 +104,23 @@ std::vector<fs::path> state_files(const fs::path& folder, const Manifest& manife
 
 std::string state_file_name(int rank) { return fmt::format("{}{}{}", kPrefix, rank, kSuffix); }
 
+void make_state_folder(const fs::path& folder) {
+  const fs::path path = (folder / state_file_name(0)).parent_path();
+  std::error_code error;
+  fs::create_directories(path, error);
+  check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}", path.string(), error.message());
+}
+
 ManifestFile write_state_file(const fs::path& folder, int rank, const ModelLayout& layout,
-                              StateStore& states) {
+                              StateStore& states, const SaveOrder& order) {
   const std::string name = state_file_name(rank);
-  SafetensorsWriter writer(folder / name, own_specs(layout, states));
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& plane : kPlanes) {
-        write_plane(writer, states, static_cast<int>(param), segment, plane);
-      }
+  SafetensorsWriter writer(folder / name, own_specs(layout, states, order.params));
+  for (const int param : order.params) {
+    order.before(param);
+    for (const Segment& segment : layout.flat_params[static_cast<size_t>(param)].segments) {
+      for (const auto& plane : kPlanes) write_plane(writer, states, param, segment, plane);
     }
+    order.after(param);
   }
   const WrittenFile written = writer.finish();
   return {name, written.bytes, written.xxh3};

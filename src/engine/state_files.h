@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,9 +22,20 @@ namespace orlop {
 // Below the checkpoint's folder.
 std::string state_file_name(int rank);
 
-// Writes this rank's file into `folder` and returns its manifest entry.
+// How a save goes through the states.
+struct SaveOrder {
+  std::vector<int> params;                // every FlatParam once
+  std::function<void(int param)> before;  // called before the first read of a FlatParam
+  std::function<void(int param)> after;   // and when all of it is written
+};
+
+// The folder for the files, below the checkpoint's.
+void make_state_folder(const std::filesystem::path& folder);
+
+// Writes this rank's file and returns its manifest entry.
 ManifestFile write_state_file(const std::filesystem::path& folder, int rank,
-                              const ModelLayout& layout, StateStore& states);
+                              const ModelLayout& layout, StateStore& states,
+                              const SaveOrder& order);
 
 // Reads the files of any number of ranks.
 class StateFiles {

@@ -14,8 +14,9 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 }  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
-                       std::byte* device_arena, std::byte* host_arena)
+                       const StateArenas& arenas, QueueKind down)
     : backend_(backend),
+      down_(down),
       rank_(rank),
       world_size_(input.world_size),
       homes_(input.layout.flat_params.size()) {
@@ -27,14 +28,30 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
     home.numel = input.layout.flat_params[static_cast<size_t>(buffer.param)].numel;
     home.shard = shard_range(home.numel, rank, input.world_size);
     home.tier = buffer.tier;
-    home.address = (buffer.tier == Tier::kDevice ? device_arena : host_arena) + buffer.offset;
+    home.address = (buffer.tier == Tier::kDevice ? arenas.device : arenas.host) + buffer.offset;
   }
+  own_homes_ = homes_;
 }
 
 ElementRange StateStore::part_of_rank(int param, int rank, int64_t offset, int64_t numel) const {
   const ShardRange shard = shard_range(home(param).numel, rank, world_size_);
   return intersect({offset, numel}, {shard.begin, shard.numel});
 }
+
+void StateStore::read_from_copy(int param, std::byte* copy) {
+  Home& home = homes_[static_cast<size_t>(param)];
+  if (home.tier == Tier::kHost) {
+    std::memcpy(copy, home.address, home.planes.bytes);
+  } else {
+    Queue& queue = backend_.queue(down_);
+    queue.offload(copy, home.address, home.planes.bytes);
+    queue.synchronize();
+  }
+  home.tier = Tier::kHost;
+  home.address = copy;
+}
+
+void StateStore::read_in_place() { homes_ = own_homes_; }
 
 std::byte* StateStore::host_states(int param) const {
   return home(param).tier == Tier::kHost ? home(param).address : nullptr;
@@ -60,7 +77,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
     return;
   }
   check_range(home.planes, offset, values.size());
-  Queue& queue = backend_.queue(QueueKind::kOffload);
+  Queue& queue = backend_.queue(down_);
   while (!values.empty()) {
     const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
     const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
@@ -118,7 +135,7 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
   }
   const size_t element = dtype_bytes(home.planes.compute_dtype);
   check_range(home.planes, offset, out.size() / element);
-  Queue& queue = backend_.queue(QueueKind::kOffload);
+  Queue& queue = backend_.queue(down_);
   queue.offload(out.data(), home.address + static_cast<size_t>(offset) * element, out.size());
   queue.synchronize();
 }

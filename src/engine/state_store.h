@@ -11,14 +11,21 @@
 
 namespace orlop {
 
+// Where the arenas of a plan lie.
+struct StateArenas {
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+};
+
 // This rank's part of the states of every FlatParam, wherever the plan put it, for whoever loads,
 // saves or reads states between steps. Offsets count from the start of the FlatParam. What lives on
 // the device passes through a small staging buffer. Used by one thread at a time, which makes sure
 // that no update is running.
 class StateStore {
  public:
+  // What lives on the device comes down on queue `down`.
   StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
-             std::byte* device_arena, std::byte* host_arena);
+             const StateArenas& arenas, QueueKind down);
 
   // Of this rank's part, with its padding.
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
@@ -42,6 +49,11 @@ class StateStore {
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
 
+  // Copies all states of a FlatParam into state_bytes of host memory; reads then come from there,
+  // until read_in_place().
+  void read_from_copy(int param, std::byte* copy);
+  void read_in_place();
+
   // Elements from `offset` on in the compute dtype.
   void read_compute_copy(int param, int64_t offset, std::span<std::byte> out);
 
@@ -57,9 +69,11 @@ class StateStore {
   const Home& home(int param) const { return homes_[static_cast<size_t>(param)]; }
 
   Backend& backend_;
+  QueueKind down_;
   int rank_;
   int world_size_;
-  std::vector<Home> homes_;
+  std::vector<Home> own_homes_;
+  std::vector<Home> homes_;  // of copies, where there are any
   std::vector<std::byte> staging_;
 };
 

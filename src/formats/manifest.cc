@@ -158,7 +158,7 @@ fs::path unfinished_checkpoint(const fs::path& root, int64_t step) {
   return step_folder(root, step, kUnfinished);
 }
 
-fs::path finished_checkpoint(const fs::path& root, int64_t step) { return step_folder(root, step); }
+fs::path checkpoint_folder(const fs::path& root, int64_t step) { return step_folder(root, step); }
 
 fs::path begin_checkpoint(const fs::path& root, int64_t step) {
   const fs::path folder = step_folder(root, step, kUnfinished);

@@ -37,13 +37,15 @@ struct CheckpointEntry {
 
 enum class VerifyHashes : bool { kNo, kYes };
 
+// root/step-N, whether it is there or not.
+std::filesystem::path checkpoint_folder(const std::filesystem::path& root, int64_t step);
+
+// root/step-N.tmp, which begin_checkpoint() makes.
+std::filesystem::path unfinished_checkpoint(const std::filesystem::path& root, int64_t step);
+
 // Makes `root` and an empty folder root/step-N.tmp, into which the checkpoint's files are then
 // written, and returns it. What an interrupted save of the same step left there is removed.
 std::filesystem::path begin_checkpoint(const std::filesystem::path& root, int64_t step);
-
-// The folder that begin_checkpoint() makes, and the one that commit_checkpoint() makes of it.
-std::filesystem::path unfinished_checkpoint(const std::filesystem::path& root, int64_t step);
-std::filesystem::path finished_checkpoint(const std::filesystem::path& root, int64_t step);
 
 // Ends begin_checkpoint(): checks that the folder holds the manifest's files with their sizes and
 // no others, brings them to stable storage, writes the manifest and renames the folder to step-N,

@@ -8,15 +8,6 @@
 #include "base/thread.h"
 
 namespace orlop {
-namespace {
-
-void open_gate(const Gate& gate, uint32_t version) {
-  gate.value->store(version, std::memory_order_release);
-  gate.value->notify_all();
-}
-
-}  // namespace
-
 OptimizerQueue::OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer)
     : updates_(std::move(updates)),
       threads_(threads),
@@ -80,6 +71,7 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
   for (Event* arrival : job.arrivals) {
     if (arrival != nullptr) arrival->synchronize();
   }
+  await_save(job);
   if (job.scalars->skip == 0) {
     const auto begin = Tracer::Clock::now();
     for (const UpdatePart& part : update.parts) {
@@ -88,13 +80,24 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
       hyper.seed = part.seed;
       adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
     }
-    const auto end = Tracer::Clock::now();
-    busy_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
-    if (tracer_ != nullptr && tracer_->enabled()) {
-      tracer_->add(tracer_->lane("optimizer"), fmt::format("adam {}", update.param), begin, end);
-    }
+    add_span("adam", update.param, begin, busy_ns_);
   }
   open_gate(update.gate, job.version);
+}
+
+void OptimizerQueue::await_save(const UpdateJob& job) {
+  if (job.saved_version == 0) return;
+  const auto begin = Tracer::Clock::now();
+  if (await_gate(job.saved, job.saved_version))
+    add_span("wait for save", job.param, begin, held_ns_);
+}
+
+void OptimizerQueue::add_span(const char* what, int param, Tracer::Clock::time_point begin,
+                              std::atomic<int64_t>& total) {
+  const auto end = Tracer::Clock::now();
+  total += std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
+  if (tracer_ == nullptr || !tracer_->enabled()) return;
+  tracer_->add(tracer_->lane("optimizer"), fmt::format("{} {}", what, param), begin, end);
 }
 
 }  // namespace orlop

@@ -37,6 +37,9 @@ struct UpdateJob {
   // Gradient and scalars are in host memory when these have run. They may not be recorded again
   // before the gate is open.
   std::array<Event*, 3> arrivals{};
+  // A save that still reads the FlatParam holds the update until this gate has this version.
+  Gate saved;
+  uint32_t saved_version = 0;            // 0: none
   const StepScalars* scalars = nullptr;  // in host memory
   AdamHyper hyper;                       // weight_decay applies to parts that decay
   uint32_t version = 0;                  // what the gate becomes
@@ -63,16 +66,22 @@ class OptimizerQueue {
 
   // Seconds spent inside updates so far.
   double busy_seconds() const { return static_cast<double>(busy_ns_.load()) * 1e-9; }
+  // Seconds that updates were held by saves.
+  double held_seconds() const { return static_cast<double>(held_ns_.load()) * 1e-9; }
 
  private:
   void run();
   void run_job(const UpdateJob& job);
+  void await_save(const UpdateJob& job);
+  void add_span(const char* what, int param, Tracer::Clock::time_point begin,
+                std::atomic<int64_t>& total);
 
   std::vector<HostUpdate> updates_;
   std::vector<const HostUpdate*> update_of_;  // FlatParam -> its update, or null
   int threads_;
   Tracer* tracer_;
   std::atomic<int64_t> busy_ns_{0};
+  std::atomic<int64_t> held_ns_{0};
   BoundedQueue<UpdateJob> jobs_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -38,6 +38,8 @@ std::string HardwareProfile::to_json() const {
                          {"device_bytes_per_s", device_bytes_per_s},
                          {"host_bytes_per_s", host_bytes_per_s},
                          {"collective_bytes_per_s", collective_bytes_per_s},
+                         {"nvme_read_bytes_per_s", nvme_read_bytes_per_s},
+                         {"nvme_write_bytes_per_s", nvme_write_bytes_per_s},
                          {"launch_seconds", launch_seconds}};
   return document.dump(2);
 }
@@ -82,6 +84,10 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
       read("collective_bytes_per_s", profile.collective_bytes_per_s);
     }
     read("launch_seconds", profile.launch_seconds);
+    if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
+      read("nvme_read_bytes_per_s", profile.nvme_read_bytes_per_s);
+      read("nvme_write_bytes_per_s", profile.nvme_write_bytes_per_s);
+    }
     profile.is_measured = true;
   } catch (const std::exception& error) {
     log_warning(

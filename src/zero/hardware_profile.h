@@ -7,15 +7,16 @@ namespace orlop {
 // Bandwidths and rates that the simulation runs on. Bytes are counted as moved: an in-place update
 // of one byte counts two.
 struct HardwareProfile {
-  std::string device;                // the name DeviceInfo gives
-  double matmul_flop_per_s = 1e11;   // large matmuls in the compute dtype
-  double upload_bytes_per_s = 8e9;   // pinned host -> device, alone
-  double offload_bytes_per_s = 8e9;  // device -> pinned host, alone
-  double device_bytes_per_s = 2e10;  // device memory, read + write
-  double host_bytes_per_s = 1e10;    // host memory under the optimizer's threads, read + write
-  // What a rank receives in a collective of all ranks.
-  double collective_bytes_per_s = 2e9;
-  double launch_seconds = 5e-6;  // fixed cost of one operation
+  std::string device;                     // the name DeviceInfo gives
+  double matmul_flop_per_s = 1e11;        // large matmuls in the compute dtype
+  double upload_bytes_per_s = 8e9;        // pinned host -> device, alone
+  double offload_bytes_per_s = 8e9;       // device -> pinned host, alone
+  double device_bytes_per_s = 2e10;       // device memory, read + write
+  double host_bytes_per_s = 1e10;         // host memory under the optimizer's threads, read + write
+  double collective_bytes_per_s = 2e9;    // what a rank receives in a collective of all ranks
+  double nvme_read_bytes_per_s = 2.5e9;   // of the drives that checkpoints and states go to
+  double nvme_write_bytes_per_s = 1.5e9;  // likewise
+  double launch_seconds = 5e-6;           // fixed cost of one operation
   bool is_measured = false;
 
   std::string to_json() const;

@@ -29,6 +29,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "block workspace";
     case BufferKind::kState:
       return "masters and moments";
+    case BufferKind::kSnapshot:
+      return "snapshot for saves";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -74,6 +76,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.tokens_per_step = input.shape.rows * input.micro_batches;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
+  report.device_fixed_bytes = input.device_fixed_bytes;
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
@@ -104,6 +107,10 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  const SaveSimulation save = simulate_save(input, plan, profile);
+  report.save_bytes = save.bytes;
+  report.save_seconds = save.seconds;
+  report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
   return report;
 }
@@ -139,6 +146,9 @@ std::string PlanReport::to_text() const {
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  text += fmt::format(
+      "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
+      format_bytes(save_bytes), save_seconds, save_stall_seconds);
   return text;
 }
 
@@ -148,6 +158,7 @@ std::string PlanReport::to_json() const {
                              {"parameters", parameters},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
+                             {"device_fixed_bytes", device_fixed_bytes},
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},
@@ -162,6 +173,9 @@ std::string PlanReport::to_json() const {
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"save_bytes", save_bytes},
+                             {"save_seconds", save_seconds},
+                             {"save_stall_seconds", save_stall_seconds},
                              {"time_is_measured", time_is_measured}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(

@@ -20,6 +20,17 @@ struct Simulation {
 // its waits are over; durations come from bytes, FLOPs and the profile.
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile);
 
+// A save in the background, started between two steps: it writes FlatParams in the order of their
+// updates, and an update waits until its FlatParam is written, or copied to the snapshot.
+struct SaveSimulation {
+  size_t bytes = 0;
+  double seconds = 0;
+  double stall_seconds = 0;  // added to the steps beside it
+};
+
+SaveSimulation simulate_save(const PlanInput& input, const StepPlan& plan,
+                             const HardwareProfile& profile);
+
 // Seconds of one operation alone.
 double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op,
                   const HardwareProfile& profile);

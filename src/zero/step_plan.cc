@@ -41,6 +41,27 @@ size_t PlanInput::state_bytes(int param) const {
   return static_cast<size_t>(shard_numel(param)) * (master + 2 * dtype_bytes(moment_dtype));
 }
 
+size_t PlanInput::saved_bytes(int param) const {
+  return static_cast<size_t>(shard_numel(param)) * (sizeof(float) + 2 * dtype_bytes(moment_dtype));
+}
+
+std::vector<int> update_order(const StepPlan& plan) {
+  std::vector<int> order;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kHostAdam || op.kind == OpKind::kDeviceAdam) order.push_back(op.param);
+  }
+  return order;
+}
+
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order) {
+  size_t bytes = 0;
+  size_t count = 0;
+  while (count < order.size() && bytes + input.state_bytes(order[count]) <= input.snapshot_bytes) {
+    bytes += input.state_bytes(order[count++]);
+  }
+  return count;
+}
+
 const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
                           int param) {
   for (const BufferUse& use : op.uses) {
@@ -139,6 +160,8 @@ const char* buffer_name(BufferKind kind) {
       return "rope";
     case BufferKind::kNormSums:
       return "norm_sums";
+    case BufferKind::kSnapshot:
+      return "snapshot";
     case BufferKind::kScalars:
       return "scalars";
   }

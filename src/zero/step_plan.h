@@ -30,6 +30,7 @@ struct PlanInput {
   std::vector<double> forward_flops;             // per block and micro-batch
   std::vector<size_t> norm_scratch_bytes;        // per FlatParam
   size_t rope_bytes = 0;
+  size_t snapshot_bytes = 0;  // host memory in which a save copies what updates wait for
   size_t device_fixed_bytes =
       0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
@@ -45,6 +46,7 @@ struct PlanInput {
   size_t shard_param_bytes(int param) const;   // compute copy of one part
   size_t rounded_grad_bytes(int param) const;  // of one part: what the optimizer reads
   size_t state_bytes(int param) const;  // of one part: masters and moments, compute copy included
+  size_t saved_bytes(int param) const;  // of one part: masters in fp32 and moments: in a checkpoint
 };
 
 // Where the states of one FlatParam live between steps.
@@ -106,6 +108,7 @@ enum class BufferKind : uint8_t {
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
   kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
+  kSnapshot,  // of states, while a save is running
   kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
 };
 
@@ -154,6 +157,7 @@ struct StepPlan {
   int norm_sums = -1;
   int scalars = -1;
   int host_scalars = -1;
+  int snapshot = -1;        // or none
   size_t device_bytes = 0;  // the device arena
   size_t host_bytes = 0;    // the pinned host arena
 
@@ -166,10 +170,11 @@ struct StepPlan {
   std::string to_text(const PlanInput& input) const;
 };
 
-// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
+// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates:
+// those that updates open, then those that saves open.
 inline constexpr size_t kLossScaleOffset =
     kDeviceAlignment;  // fp32: loss scale over labelled tokens
-inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam
+inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam, twice
 
 // What lies in a rank's row of the kNormSums buffer: fp64 square sums, then int64 first non-finite
 // indices, counted from the start of the rank's part.
@@ -182,6 +187,12 @@ constexpr size_t norm_row_bytes(size_t params) { return 2 * first_nonfinite_offs
 // null.
 const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
                           int param = -1);
+
+// FlatParams in the order in which a training step updates them.
+std::vector<int> update_order(const StepPlan& plan);
+
+// How many of the first of `order` a save can copy to the snapshot at once.
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order);
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
 // one micro-batch. Persistent buffers and their offsets are the same for every number of

@@ -92,8 +92,12 @@ class Builder {
                        static_cast<size_t>(input_.world_size) * norm_row_bytes(params_.size()),
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
-    host_scalars_ = add_buffer(BufferKind::kScalars,
-                               kGatesOffset + params_.size() * sizeof(uint32_t), Tier::kHost, true);
+    host_scalars_ =
+        add_buffer(BufferKind::kScalars, kGatesOffset + 2 * params_.size() * sizeof(uint32_t),
+                   Tier::kHost, true);
+    if (input_.snapshot_bytes > 0) {
+      plan_.snapshot = add_buffer(BufferKind::kSnapshot, input_.snapshot_bytes, Tier::kHost, true);
+    }
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];

@@ -115,6 +115,26 @@ TEST_F(OptimizerQueueTest, AGateOpensUnderTheRestOfTheUpdates) {
   queue.wait_idle();
 }
 
+TEST_F(OptimizerQueueTest, ASaveHoldsTheUpdateOfWhatItStillReads) {
+  OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
+  std::atomic<uint32_t> saved{2};
+  for (int param : {0, 1}) {
+    params_[param].arrival.happen();
+    UpdateJob held = job(param);
+    held.saved = {&saved};
+    held.saved_version = param == 0 ? 2 : 3;
+    queue.submit(held);
+  }
+  await(params_[0].gate, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(params_[1].gate.load(), 0u);
+  EXPECT_EQ(params_[1].master[0], 1);
+  open_gate({&saved}, 3);
+  queue.wait_idle();
+  EXPECT_NEAR(params_[1].master[0], 0.5, 1e-5);
+  EXPECT_GE(queue.held_seconds(), 0.01);
+}
+
 TEST_F(OptimizerQueueTest, AFlatParamThatIsSkippedStaysAndItsGateOpens) {
   OptimizerQueue queue({update(0), update(1)}, 1, nullptr);
   params_[0].scalars.skip = 1;
