@@ -10,4 +10,5 @@ PYBIND11_MODULE(_orlop, module) {
   orlop::python::bind_plan(module);
   orlop::python::bind_data(module);
   orlop::python::bind_engine(module);
+  orlop::python::bind_tensor_optimizer(module);
 }

@@ -92,3 +92,28 @@ __all__ = [
     "errors",
     "plan",
 ]
+
+# The doors for PyTorch, each imported with torch when it is first asked for; None: the module itself.
+_DOORS = {
+    "Adam": ("adamw", "Adam"),
+    "AdamW": ("adamw", "AdamW"),
+    "GradScaler": ("grad_scaler", "GradScaler"),
+    "hf": ("hf", None),
+}
+
+
+def __getattr__(name):
+    if name not in _DOORS:
+        raise AttributeError(f"module 'orlop' has no attribute {name!r}")
+    import importlib
+
+    module, attribute = _DOORS[name]
+    value = importlib.import_module(f".{module}", __name__)
+    if attribute is not None:
+        value = getattr(value, attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *_DOORS])

@@ -8,11 +8,17 @@
 #include "base/thread.h"
 
 namespace orlop {
+namespace {
+
+constexpr size_t kWaitingBatches = 1024;
+
+}  // namespace
+
 OptimizerQueue::OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer)
     : updates_(std::move(updates)),
       threads_(threads),
       tracer_(tracer),
-      jobs_(2 * updates_.size() + 1) {
+      jobs_(2 * updates_.size() + kWaitingBatches) {
   for (const HostUpdate& update : updates_) {
     const auto param = static_cast<size_t>(update.param);
     update_of_.resize(std::max(update_of_.size(), param + 1));
@@ -27,7 +33,7 @@ OptimizerQueue::~OptimizerQueue() {
 }
 
 void OptimizerQueue::submit(const UpdateJob& job) {
-  ORLOP_INVARIANT(update_of_.at(static_cast<size_t>(job.param)) != nullptr);
+  ORLOP_INVARIANT(job.batch || update_of_.at(static_cast<size_t>(job.param)) != nullptr);
   {
     std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
@@ -40,6 +46,11 @@ void OptimizerQueue::wait_idle() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return error_ || finished_ == submitted_; });
   if (error_) std::rethrow_exception(error_);
+}
+
+std::span<const HostUpdate> OptimizerQueue::updates_of(const UpdateJob& job) const {
+  if (job.batch) return job.batch->updates;
+  return {update_of_[static_cast<size_t>(job.param)], 1};
 }
 
 void OptimizerQueue::run() {
@@ -61,28 +72,33 @@ void OptimizerQueue::run() {
       if (error) error_ = error;
     }
     changed_.notify_all();
-    if (!error) continue;
+    if (!failed) continue;
     for (const HostUpdate& update : updates_) open_gate(update.gate, Gate::kFailed);
+    for (const HostUpdate& update : updates_of(*job)) open_gate(update.gate, Gate::kFailed);
   }
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
-  const HostUpdate& update = *update_of_[static_cast<size_t>(job.param)];
   for (Event* arrival : job.arrivals) {
     if (arrival != nullptr) arrival->synchronize();
   }
   await_save(job);
-  if (job.scalars->skip == 0) {
-    const auto begin = Tracer::Clock::now();
-    for (const UpdatePart& part : update.parts) {
-      AdamHyper hyper = job.hyper;
-      if (!part.decay) hyper.weight_decay = 0;
-      hyper.seed = part.seed;
-      adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
-    }
-    add_span("adam", update.param, begin, busy_ns_);
+  for (const HostUpdate& update : updates_of(job)) {
+    if (job.scalars->skip == 0) run_update(update, job);
+    open_gate(update.gate, job.version);
   }
-  open_gate(update.gate, job.version);
+}
+
+void OptimizerQueue::run_update(const HostUpdate& update, const UpdateJob& job) {
+  if (update.prepare) update.prepare();
+  const auto begin = Tracer::Clock::now();
+  for (const UpdatePart& part : update.parts) {
+    AdamHyper hyper = part.hyper.value_or(job.hyper);
+    if (!part.decay) hyper.weight_decay = 0;
+    hyper.seed = part.seed;
+    adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
+  }
+  add_span("adam", update.param, begin, busy_ns_);
 }
 
 void OptimizerQueue::await_save(const UpdateJob& job) {

@@ -5,7 +5,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -21,7 +25,8 @@ namespace orlop {
 struct UpdatePart {
   AdamShard shard;
   bool decay = true;
-  uint64_t seed = 0;  // stochastic rounding
+  uint64_t seed = 0;                 // stochastic rounding
+  std::optional<AdamHyper> hyper{};  // instead of the job's
 };
 
 // What the host updates of one FlatParam are made of.
@@ -29,9 +34,16 @@ struct HostUpdate {
   int param = -1;
   std::vector<UpdatePart> parts;
   Gate gate;
+  std::function<void()> prepare{};  // runs first, on the optimizer's thread; may be empty
 };
 
-// One FlatParam's update in one step.
+// Updates that are made for one job alone; they run in order.
+struct UpdateBatch {
+  StepScalars scalars;
+  std::vector<HostUpdate> updates;
+};
+
+// One FlatParam's update in one step, or those of a batch.
 struct UpdateJob {
   int param = -1;
   // Gradient and scalars are in host memory when these have run. They may not be recorded again
@@ -39,10 +51,11 @@ struct UpdateJob {
   std::array<Event*, 3> arrivals{};
   // A save that still reads the FlatParam holds the update until this gate has this version.
   Gate saved;
-  uint32_t saved_version = 0;            // 0: none
-  const StepScalars* scalars = nullptr;  // in host memory
-  AdamHyper hyper;                       // weight_decay applies to parts that decay
-  uint32_t version = 0;                  // what the gate becomes
+  uint32_t saved_version = 0;                  // 0: none
+  const StepScalars* scalars = nullptr;        // in host memory
+  AdamHyper hyper;                             // weight_decay applies to parts that decay
+  uint32_t version = 0;                        // what the gate becomes
+  std::shared_ptr<const UpdateBatch> batch{};  // instead of the queue's own update of `param`
 };
 
 // Runs host updates on its own thread ("optimizer"), which waits for their gradients and drives an
@@ -51,13 +64,13 @@ struct UpdateJob {
 // Gate::kFailed, further updates are left out, and the next call throws the first error.
 class OptimizerQueue {
  public:
-  // `threads` drive each update.
+  // `threads` drive each update. Jobs of two steps of `updates` can wait, and as many batches.
   OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer);
   ~OptimizerQueue();
   OptimizerQueue(const OptimizerQueue&) = delete;
   OptimizerQueue& operator=(const OptimizerQueue&) = delete;
 
-  // Returns at once, unless two steps are queued; jobs run in order. Throws the first error of an
+  // Returns at once, unless too many jobs wait; jobs run in order. Throws the first error of an
   // earlier job.
   void submit(const UpdateJob& job);
 
@@ -72,6 +85,8 @@ class OptimizerQueue {
  private:
   void run();
   void run_job(const UpdateJob& job);
+  void run_update(const HostUpdate& update, const UpdateJob& job);
+  std::span<const HostUpdate> updates_of(const UpdateJob& job) const;
   void await_save(const UpdateJob& job);
   void add_span(const char* what, int param, Tracer::Clock::time_point begin,
                 std::atomic<int64_t>& total);

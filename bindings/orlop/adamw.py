@@ -1,0 +1,562 @@
+"""Door 1: a torch.optim.Optimizer whose states live in host memory and whose update runs there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import os
+import weakref
+
+from . import _orlop, errors, torch_support
+from .torch_support import torch
+
+from .adam_checks import check_choice, check_hyperparameters, match_groups, match_states  # isort: skip
+from .device_link import DeviceLink  # isort: skip
+from .forward_gate import ForwardGate  # isort: skip
+from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
+
+_log = logging.getLogger("orlop")
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019) with masters, moments and, on a GPU, gradients in host memory.
+
+    A drop-in for torch.optim.AdamW: the same arguments, param_groups and state_dict, in fp32 equal to it
+    within rounding. 16-bit parameters have an exact fp32 master: 10 bytes of host memory per bf16 element
+    beside the weight itself, 12 per fp16 element, 8 per fp32 element, none for frozen ones.
+
+    module: hides the update under the next forward. step() returns at once, and each block of `module` waits
+        for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().
+    gradients: "leave" takes each gradient to host memory while backward runs and sums micro-batches there in
+        fp32; "stay" leaves `p.grad` alone. "auto": leave on a GPU and with `module`, else stay. While a
+        gradient is away `p.grad` is an OffloadedGradient: clipping, scaling and reading work on it.
+    nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
+        `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
+    moments: "fp32", or "bf16" with stochastic rounding (half the memory).
+    threads: of the host update; 0 takes OMP_NUM_THREADS or the physical cores.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        module=None,
+        gradients="auto",
+        nonfinite="skip",
+        moments="fp32",
+        threads=0,
+    ):
+        check_choice("gradients", gradients, ("auto", "leave", "stay"))
+        check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
+        check_choice("moments", moments, tuple(_MOMENTS))
+        self._module, self._threads = module, threads
+        self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
+        self._native = _orlop.TensorOptimizer(threads)
+        self._parts = [self._native]  # what outlives this object in its finalizer
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._links: dict[torch.device, DeviceLink] = {}
+        self._hooks: dict[torch.Tensor, list] = {}
+        self._gate = None
+        self._ready = False
+        self.steps = 0  # calls of step() that changed something
+        self.skipped_steps = 0
+        self.step_was_skipped = False  # the last one; the name that Accelerate asks for
+        self.grad_norm = None  # of the last step or clipping, before clipping
+        self._names = {p: name for name, p in module.named_parameters()} if module is not None else {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": self._decoupled,
+        }
+        super().__init__(params, defaults)
+        self._check_groups(self.param_groups)
+        self._adopt(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        self._ready = True
+        if module is not None:
+            self._gate = ForwardGate(self, module)
+            self._hooks[None] = self._gate.handles
+        self._finalizer = weakref.finalize(
+            self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
+        )
+
+    @classmethod
+    def from_torch(cls, optimizer, **options):
+        """An orlop optimizer in the place of a torch.optim.AdamW or Adam: its groups, hyperparameters and
+        state. `options` are those of this class that torch lacks."""
+        if isinstance(optimizer, AdamW):
+            return optimizer
+        if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+            raise errors.UsageError(
+                f"{type(optimizer).__name__} cannot run on host states; torch.optim.AdamW, torch.optim.Adam, "
+                "orlop.AdamW and orlop.Adam can"
+            )
+        first = optimizer.param_groups[0]
+        decoupled = first.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        hyper = {key: first[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        made = (AdamW if decoupled else Adam)(
+            [{"params": list(group["params"])} for group in optimizer.param_groups], **hyper, **options
+        )
+        made.load_state_dict(optimizer.state_dict())
+        made.defaults.update({k: v for k, v in optimizer.defaults.items() if k in hyper})
+        return made
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        if self._ready:
+            try:
+                self._check_groups(self.param_groups)
+                self._adopt(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            except Exception:
+                self.param_groups.pop()
+                raise
+
+    def _check_groups(self, groups):
+        named = []
+        for index, group in enumerate(groups):
+            check_hyperparameters(group, f"group {index}")
+            for position, p in enumerate(group["params"]):
+                name = self._name(p, index, position)
+                torch_support.check_parameter(p, name)
+                named.append((name, p))
+        torch_support.check_disjoint(named)
+
+    def _name(self, p, group=None, position=None):
+        if p not in self._names and group is not None:
+            given = self.param_groups[group].get("param_names")
+            shape = list(p.shape)
+            self._names[p] = given[position] if given else f"parameter {position} of group {group} {shape}"
+        return self._names[p]
+
+    def _leaves(self, p):
+        return self._gradients == "leave" or (
+            self._gradients == "auto" and (self._is_away(p) or self._module is not None)
+        )
+
+    @staticmethod
+    def _is_away(p):
+        """Whether the weights lie on a device, so that gradients and weights have to be copied."""
+        return p.is_cuda
+
+    def _adopt(self, params):
+        """Makes room for the states of parameters that have none yet, in one piece."""
+        params = [p for p in params if p not in self._slots]
+        if not params:
+            return
+        leaves = [self._leaves(p) for p in params]
+        if any(leaves) and (ranks := _world_size()) > 1:
+            raise errors.UsageError(
+                f'gradients="leave" takes gradients before {ranks} ranks have averaged them; '
+                'use gradients="stay"'
+            )
+        specs = [
+            _orlop.TensorSpec(
+                name=self._names[p],
+                dtype=torch_support.DTYPES[p.dtype],
+                moment_dtype=torch_support.DTYPES[self._moments],
+                numel=p.numel(),
+                weights=0 if self._is_away(p) else p.data_ptr(),
+                keep_gradient=leave or self._is_away(p),
+                seed=len(self._slots) + i,
+            )
+            for i, (p, leave) in enumerate(zip(params, leaves, strict=True))
+        ]
+        first = self._native.add(specs, [None if self._is_away(p) else p.detach() for p in params])
+        for p in params:
+            if self._is_away(p) and p.device not in self._links:
+                self._links[p.device] = DeviceLink(p.device)
+        for link in self._links.values():
+            link.pin(self._native.ranges())
+        for i, p in enumerate(params):
+            link = self._links.get(p.device)
+            slot = Slot(
+                self._native, first + i, p, self._names[p], self._moments, link, leaves[i] or bool(link)
+            )
+            self._slots[p] = slot
+            if leaves[i]:
+                self._hook(p)
+
+    def _hook(self, p):
+        if p in self._hooks or not p.requires_grad:
+            return
+        reference = weakref.ref(self)
+        self._hooks[p] = [
+            p.register_hook(functools.partial(_before_accumulation, reference, weakref.ref(p))),
+            p.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, reference)),
+        ]
+
+    def _follow_moves(self):
+        """Parameters that `module.to()` took to another device or dtype get new room, states included."""
+        if all(s.device == p.device and s.dtype == p.dtype for p, s in self._slots.items()):
+            return
+        old, moments = self._native, {}
+        for p, slot in self._slots.items():
+            slot.drop_gradient()
+            if p in self.state:
+                moments[p] = {key: slot.planes[key].clone() for key in MOMENT_KEYS}
+        params = list(self._slots)
+        self._check_groups(self.param_groups)
+        self._slots = {}
+        for link in self._links.values():
+            link.unpin()
+        old.close()
+        for p in params:
+            if p in self.state:
+                self.state[p] = {"step": self.state[p]["step"]}
+        self._native = self._parts[0] = _orlop.TensorOptimizer(self._threads)
+        self._adopt(params)
+        for p, saved in moments.items():
+            for key, value in saved.items():
+                self._slots[p].planes[key].copy_(value)
+            self._show_state(p)
+
+    # --- step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient; returns what `closure` returned.
+
+        Raises the error of an earlier update that failed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize()
+        work = self._gather()
+        self.step_was_skipped = self._nonfinite != "apply" and not self._check_finite(work)
+        if not self.step_was_skipped and work:
+            self._update(work)
+        return loss
+
+    def _gather(self):
+        """(slot, group) of every parameter with a gradient, in the order of the groups."""
+        self._follow_moves()
+        late = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p not in self._slots
+        ]
+        if late:
+            self._check_groups(self.param_groups)
+            self._adopt(late)
+        work = []
+        for index, group in enumerate(self.param_groups):
+            check_hyperparameters(group, f"group {index}")
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                slot = self._slots[p]
+                if not slot.is_away:
+                    slot.drop_gradient()
+                    self._check_gradient(p)
+                    if slot.link and self._leaves(p):
+                        slot.take_gradient()
+                    elif slot.link:
+                        slot.copy_gradient()
+                work.append((slot, group))
+        return work
+
+    def _check_gradient(self, p):
+        if p.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{self._names[p]} has a sparse gradient, which Adam cannot use; build its module with sparse=False"
+            )
+        if p.grad.dtype not in torch_support.DTYPES:
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}; float32, bfloat16 or float16 is needed"
+            )
+        if self._slots[p].link and p.grad.dtype != p.dtype:
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}, on a device it is to be {p.dtype} as the weight is"
+            )
+
+    def _norm(self, work):
+        """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
+        square_sum, bad = 0.0, None
+        for slot, _ in work:
+            total, finite = slot.squares()
+            square_sum += total * slot.factor**2
+            if bad is None and not (finite and math.isfinite(slot.factor)):
+                bad = slot
+        return math.sqrt(square_sum) if square_sum >= 0 else square_sum, bad
+
+    def _check_finite(self, work):
+        self.grad_norm, bad = self._norm(work)
+        if bad is None:
+            return True
+        text = f"the gradient of {bad.name} is not finite (norm of all: {self.grad_norm})"
+        if self._nonfinite == "raise":
+            raise errors.NonFiniteError(text)
+        self.skipped_steps += 1
+        self._first_bad = bad
+        if self.skipped_steps in (1, 10, 100, 1000):
+            _log.warning("%s; the step was left out, nothing changed (%d so far)", text, self.skipped_steps)
+        return False
+
+    def _update(self, work):
+        if self._gate is not None:
+            rank = self._gate.rank
+            work = sorted(work, key=lambda item: rank.get(item[0].param, -1))
+        self.steps += 1
+        for link in self._links.values():
+            link.begin_uploads()
+        for factor, run in itertools.groupby(work, key=lambda item: item[0].factor):
+            run = list(run)
+            updates, owners = [], []
+            for slot, group in run:
+                slot.follow_weights()
+                view, owner = slot.view()
+                wait, handle = slot.link.fence(slot.arrival) if slot.link and not slot.summed else (0, 0)
+                hyper = self._hyper(slot, group)
+                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, wait, handle))
+                owners += [owner, slot.arrival]
+            version = self._native.update(updates, factor, self.steps, owners)
+            for slot, _ in run:
+                self.state[slot.param]["step"] += 1
+                if slot.link:
+                    slot.link.upload(self._native, slot, version)
+                slot.wrote_weights()
+        if self._gate is not None:
+            self._gate.close([slot for slot, _ in work])
+            return
+        for link in self._links.values():
+            link.make_current_stream_wait()
+        if any(slot.link is None for slot, _ in work):
+            self.synchronize()
+
+    def _hyper(self, slot, group):
+        state = self._show_state(slot.param)
+        beta1, beta2 = group["betas"]
+        return _orlop.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+            step=int(state["step"]) + 1,
+        )
+
+    def _show_state(self, p):
+        """The entry of `self.state`, whose tensors are the host memory itself. What a user took out of it
+        starts anew; what a user put in its place is taken over."""
+        state, slot = self.state[p], self._slots[p]
+        fresh = "step" not in state
+        if fresh:
+            state["step"] = torch.tensor(0.0)
+        for key, plane in slot.planes.items():
+            if state.get(key) is plane:
+                continue
+            if key in state:
+                plane.copy_(state[key])
+            elif fresh and key in MOMENT_KEYS:
+                plane.zero_()
+            state[key] = plane
+        return state
+
+    def zero_grad(self, set_to_none=True):
+        """As in torch; gradients that have left are dropped."""
+        for slot in self._slots.values():
+            if slot.is_away and not set_to_none:
+                slot.drop_gradient()
+                slot.param.grad = torch.zeros_like(slot.param)
+            else:
+                slot.drop_gradient()
+        super().zero_grad(set_to_none)
+
+    def synchronize(self):
+        """Waits until every weight of the last step is written; raises what went wrong."""
+        self._native.synchronize()
+        if self._gate is not None:
+            self._gate.open_all()
+
+    # --- gradients, masters ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        """Scales all gradients so that their 2-norm is at most `max_norm`; returns the norm before that,
+        summed in fp64 in a fixed order. As torch.nn.utils.clip_grad_norm_ over all parameters."""
+        if float(norm_type) != 2.0:
+            raise errors.UsageError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
+        self.synchronize()
+        work = self._gather()
+        norm, bad = self._norm(work)
+        self.grad_norm = norm
+        if bad is not None and error_if_nonfinite:
+            raise RuntimeError(f"the norm of the gradients is {norm}: that of {bad.name} is not finite")
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1.0:  # NaN too, as in torch
+            for slot, _ in work:
+                if slot.is_away:
+                    slot.scale_gradient(slot.stand_in, factor)
+                else:
+                    slot.param.grad.mul_(factor)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def _slot_of(self, p):
+        if p not in self._slots:
+            raise errors.UsageError(
+                "this tensor is frozen or not a parameter of the optimizer: it has no states"
+            )
+        return self._slots[p]
+
+    def gradient(self, p):
+        """A copy of the gradient of `p` as it stands, wherever it is; None without one."""
+        if p.grad is None:
+            return None
+        return p.grad.detach().clone() if not self._slot_of(p).is_away else p.grad.clone()
+
+    def master(self, p):
+        """A copy of the fp32 master of `p`, in host memory."""
+        slot = self._slot_of(p)
+        self.synchronize()
+        slot.follow_weights()
+        values = torch.from_numpy(self._native.read_master(slot.index, slot.numel))
+        return values.as_strided(p.size(), p.stride())
+
+    @torch.no_grad()
+    def set_master(self, p, value):
+        """Writes the fp32 master of `p` and the weights, rounded (bf16: half up; fp16: nearest even)."""
+        slot = self._slot_of(p)
+        self.synchronize()
+        slot.follow_weights()
+        value = torch.as_tensor(value, dtype=torch.float32, device="cpu").expand(p.shape)
+        laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
+        self._native.write_master(slot.index, torch_support.flat(laid).numpy())
+        if slot.link:
+            torch_support.flat(p).copy_(slot.host_weights)
+        slot.wrote_weights()
+
+    def memory_report(self):
+        """Bytes of host memory by purpose; the states of frozen parameters do not exist."""
+        return self._native.memory_report()
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self):
+        """torch's layout. As with torch's optimizers the tensors are the live ones: copy them to keep them.
+        16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks."""
+        self.synchronize()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Takes a state_dict of this class or of torch.optim.AdamW, from any device."""
+        self.synchronize()
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups = match_groups(self.param_groups, state_dict, self._decoupled)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        by_param = match_states(dict(zip(saved_ids, params, strict=True)), state_dict["state"], self._names)
+        self._check_groups(groups)
+        self.param_groups[:] = groups
+        self._adopt(by_param)
+        self.state.clear()
+        for p, state in by_param.items():
+            self._load_state(p, state)
+        without = [self._names[p] for p, s in by_param.items() if MASTER_KEY[p.dtype] not in (None, *s)]
+        if without:
+            _log.warning("%d masters were not in the state that was loaded and start from the weights (%s, ...)",
+                         len(without), without[0])  # fmt: skip
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_state(self, p, state):
+        slot = self._slots[p]
+        for key in MOMENT_KEYS:
+            slot.planes[key].copy_(state[key])
+        rest = state.get(MASTER_KEY[p.dtype])
+        if rest is not None:
+            slot.planes[MASTER_KEY[p.dtype]].copy_(rest)
+            slot.loaded_rest = rest.detach().clone() if slot.link else None
+        self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
+        self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})
+
+    def close(self):
+        """Waits for what runs and gives the host memory back, except what a state_dict still holds."""
+        self.zero_grad()
+        self._finalizer()
+        self.state.clear()
+        self._slots.clear()
+
+    def __deepcopy__(self, memo):
+        raise errors.UsageError("an optimizer over host memory cannot be copied; use state_dict()")
+
+    def __reduce_ex__(self, protocol):
+        raise errors.UsageError("an optimizer over host memory cannot be pickled; save its state_dict()")
+
+
+class Adam(AdamW):
+    """Adam with the weight decay in the gradient (L2), as torch.optim.Adam; all else as AdamW."""
+
+    _decoupled = False
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, **options
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _world_size():
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _before_accumulation(optimizer, parameter, _gradient):
+    """Tensor hook: backward is about to write `p.grad`."""
+    owner, p = optimizer(), parameter()
+    if owner is not None and p in owner._slots:
+        owner._slots[p].before_accumulation()
+
+
+def _after_accumulation(optimizer, p):
+    """Post-accumulate hook: `p.grad` is there."""
+    owner = optimizer()
+    if owner is not None and p in owner._slots:
+        with torch.no_grad():
+            owner._slots[p].take_gradient()
+
+
+def _shut_down(owner, hooks, links, parts):
+    """The end of an optimizer, called once: by close(), by the collector or at exit. Not in a fork, which has
+    neither its thread nor its memory."""
+    if os.getpid() != owner:
+        return
+    for handles in hooks.values():
+        for handle in handles:
+            handle.remove()
+    hooks.clear()
+    for link in links.values():
+        link.close()
+    for native in parts:
+        native.close()

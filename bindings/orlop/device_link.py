@@ -1,0 +1,131 @@
+"""Copies between a CUDA device and the optimizer's host memory, ordered with torch's streams."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+
+_log = logging.getLogger("orlop")
+
+_PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
+_WAIT_UNTIL_AT_LEAST = 0x0  # CU_STREAM_WAIT_VALUE_GEQ
+
+
+@functools.cache
+def _driver():
+    """libcuda.so.1, which every machine with a GPU has; None where it lacks something."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        pointer, size, unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        for name, arguments in {
+            "cuMemHostRegister_v2": (pointer, size, unsigned),
+            "cuMemHostUnregister": (pointer,),
+            "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(ctypes.c_uint64), pointer, unsigned),
+            "cuStreamWaitValue32_v2": (pointer, ctypes.c_uint64, ctypes.c_uint32, unsigned),
+            "cuEventSynchronize": (pointer,),
+        }.items():
+            function = getattr(driver, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        _log.warning("the CUDA driver lacks what hides the update (%s); step() waits for it instead", error)
+        return None
+    return driver
+
+
+class DeviceLink:
+    """Two streams of one device beside torch's own: gradients down, weights up."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.down = torch.cuda.Stream(device)
+        self.up = torch.cuda.Stream(device)
+        self._pinned: dict[int, int] = {}  # bytes by address
+        self.unpinned_bytes = 0
+        self._driver = _driver()
+
+    def pin(self, ranges: list[tuple[int, int]]) -> None:
+        """Registers host memory, so that copies from and to it run beside everything else."""
+        torch.cuda.current_stream(self.device).synchronize()  # makes the device's context current
+        for address, size in ranges:
+            if address in self._pinned or size == 0 or self._driver is None:
+                continue
+            status = self._driver.cuMemHostRegister_v2(address, size, _PORTABLE_AND_MAPPED)
+            if status == 0:
+                self._pinned[address] = size
+            else:
+                self.unpinned_bytes += size
+                _log.warning(
+                    "pinning %.2f GiB of host memory after %.2f GiB failed (CUDA driver status %d); its copies "
+                    "are slower and step() waits for them. See `ulimit -l` and the container's memory limit",
+                    size / 2**30, sum(self._pinned.values()) / 2**30, status,
+                )  # fmt: skip
+
+    def unpin(self) -> None:
+        """Waits for all copies, then gives the registrations back."""
+        self.down.synchronize()
+        self.up.synchronize()
+        for address in self._pinned:
+            self._driver.cuMemHostUnregister(address)
+        self._pinned.clear()
+
+    close = unpin
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(begin <= address < begin + size for begin, size in self._pinned.items())
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def offload(self, grad: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
+        """Copies a gradient (numel) that torch's current stream has written; returns its arrival."""
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down):
+            host.copy_(grad, non_blocking=self._is_pinned(host.data_ptr()))
+            arrival = torch.cuda.Event(blocking=True)
+            arrival.record(self.down)
+        grad.record_stream(self.down)
+        return arrival
+
+    def fence(self, arrival: torch.cuda.Event | None) -> tuple[int, int]:
+        """What the optimizer's thread calls to wait for an arrival: address and argument."""
+        if arrival is None:
+            return 0, 0
+        if self._driver is None:
+            arrival.synchronize()
+            return 0, 0
+        function = ctypes.cast(self._driver.cuEventSynchronize, ctypes.c_void_p).value
+        return function, arrival.cuda_event
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def begin_uploads(self) -> None:
+        """What torch's current stream was given so far still reads the old weights."""
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+
+    def upload(self, native, slot, version: int) -> None:
+        """Brings the new weights once their update has run; this thread does not wait for it."""
+        gate = native.written_address(slot.index)
+        if not self._wait_on_device(gate, version):
+            native.wait([slot.index])
+        with torch.cuda.stream(self.up):
+            weights = slot.param.detach().as_strided((slot.numel,), (1,))
+            weights.copy_(slot.host_weights, non_blocking=self._is_pinned(slot.host_weights.data_ptr()))
+            slot.uploaded = torch.cuda.Event()
+            slot.uploaded.record(self.up)
+
+    def _wait_on_device(self, gate: int, version: int) -> bool:
+        if self._driver is None or not self._is_pinned(gate):
+            return False
+        address = ctypes.c_uint64()
+        if self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), gate, 0) != 0:
+            return False
+        stream = self.up.cuda_stream
+        return self._driver.cuStreamWaitValue32_v2(stream, address, version, _WAIT_UNTIL_AT_LEAST) == 0
+
+    def wait_upload(self, slot) -> None:
+        torch.cuda.current_stream(self.device).wait_event(slot.uploaded)
+
+    def make_current_stream_wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.up)

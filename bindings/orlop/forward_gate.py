@@ -1,0 +1,89 @@
+"""Lets the next forward begin while the optimizer still writes the weights of later blocks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+
+
+def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated parts of a model in the order of their registration: the members of its outermost
+    ModuleLists."""
+    blocks = []
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            blocks += list(child)
+        else:
+            blocks += find_blocks(child)
+    return blocks
+
+
+class ForwardGate:
+    """Forward pre-hooks: the model waits for the weights outside of its blocks, a block for its own."""
+
+    def __init__(self, optimizer, module: torch.nn.Module):
+        self._optimizer = weakref.ref(optimizer)
+        units = [(block, list(block.parameters())) for block in find_blocks(module)]
+        inside = {p for _, params in units for p in params}
+        units.insert(0, (module, [p for p in module.parameters() if p not in inside]))
+        # Position of a parameter's first use: the order in which updates run.
+        self.rank: dict[torch.Tensor, int] = {}
+        self._units_of: dict[torch.Tensor, list[int]] = {}
+        for unit, (_, params) in enumerate(units):
+            for p in params:
+                self.rank.setdefault(p, len(self.rank))
+                self._units_of.setdefault(p, []).append(unit)
+        self._pending: dict[int, list] = {}
+        reference = weakref.ref(self)
+        self.handles = []
+        for unit, (part, _) in enumerate(units):
+            self.handles.append(
+                part.register_forward_pre_hook(functools.partial(_before_forward, reference, unit))
+            )
+            # A read or write of the whole part waits for everything. (The public name came after torch 2.4.)
+            on_load = getattr(
+                part, "register_load_state_dict_pre_hook", part._register_load_state_dict_pre_hook
+            )
+            for register in (part.register_state_dict_pre_hook, on_load):
+                self.handles.append(register(functools.partial(_before_access, reference)))
+
+    def close(self, slots: list) -> None:
+        """These slots, in the order of their updates, are being written."""
+        for slot in slots:
+            for unit in self._units_of.get(slot.param, (0,)):
+                self._pending.setdefault(unit, []).append(slot)
+
+    def pass_unit(self, unit: int) -> None:
+        slots = self._pending.pop(unit, None)
+        if not slots:
+            return
+        optimizer = self._optimizer()
+        on_host = [slot.index for slot in slots if slot.link is None]
+        if on_host and optimizer is not None:
+            optimizer._native.wait(on_host)
+        last = {slot.link: slot for slot in slots if slot.link is not None}
+        for link, slot in last.items():
+            link.wait_upload(slot)
+
+    def open_all(self) -> None:
+        for unit in list(self._pending):
+            self.pass_unit(unit)
+
+    def synchronize(self) -> None:
+        optimizer = self._optimizer()
+        if self._pending and optimizer is not None:
+            optimizer.synchronize()
+
+
+def _before_forward(gate, unit, *_):
+    gate = gate()
+    if gate is not None:
+        gate.pass_unit(unit)
+
+
+def _before_access(gate, *_):
+    gate = gate()
+    if gate is not None:
+        gate.synchronize()

@@ -1,0 +1,1 @@
+"""Plug-ins for other tools; each imports its tool only when it is itself imported."""

@@ -1,0 +1,200 @@
+"""What stands in `p.grad` while the gradient itself lies in host memory."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from . import errors
+
+# Operations that ask about the tensor, not for its elements.
+_METADATA = {
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    torch.Tensor.storage_offset,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+    torch.Tensor.get_device,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+} | {
+    getattr(torch.Tensor, name).__get__
+    for name in [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_sparse",
+        "is_cuda",
+        "is_cpu",
+        "is_leaf",
+        "is_quantized",
+        "is_meta",
+        "is_nested",
+        "is_mps",
+        "is_xpu",
+        "requires_grad",
+        "grad_fn",
+        "names",
+        "_version",
+        "_backward_hooks",
+        "retains_grad",
+        "itemsize",
+        "nbytes",
+    ]
+    if hasattr(torch.Tensor, name)
+}
+
+
+class OffloadedGradient(torch.Tensor):
+    """The gradient of one parameter whose elements have left for host memory.
+
+    It has the parameter's shape, dtype and device. Norms and scaling, which are what clipping and
+    loss scaling do, work where the elements are. Reading brings a copy; any other change in place
+    brings the gradient back into `p.grad` as a plain tensor and works on that.
+    """
+
+    @staticmethod
+    def make(parameter: torch.Tensor, slot) -> OffloadedGradient:
+        stand_in = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        gradient = torch.Tensor._make_subclass(OffloadedGradient, stand_in)
+        # Weak, since autograd's reference from the parameter to its gradient is hidden from Python's
+        # collector: a strong one would keep parameter and optimizer alive for ever.
+        gradient._slot_reference = weakref.ref(slot)
+        return gradient
+
+    @property
+    def _slot(self):
+        slot = self._slot_reference()
+        if slot is None:
+            raise errors.UsageError("the optimizer that held this gradient is gone")
+        return slot
+
+    def __repr__(self, **_):
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        native = _NATIVE.get(func)
+        if native is not None:
+            result = native(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = getattr(func, "__name__", "")
+        changes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
+        bring = _restore if changes or "out" in kwargs or name == "__set__" else _read
+        brought: dict[int, torch.Tensor] = {}  # one tensor for each gradient, however often it occurs
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
+
+
+_IN_PLACE_DUNDERS = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"
+}  # fmt: skip
+
+
+def _map(bring, value, brought):
+    if isinstance(value, OffloadedGradient):
+        if id(value) not in brought:
+            brought[id(value)] = bring(value)
+        return brought[id(value)]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(bring, item, brought) for item in value)
+    if isinstance(value, dict):
+        return {key: _map(bring, item, brought) for key, item in value.items()}
+    return value
+
+
+def _read(gradient: OffloadedGradient) -> torch.Tensor:
+    return gradient._slot.read_gradient(gradient)
+
+
+def _restore(gradient: OffloadedGradient) -> torch.Tensor:
+    return gradient._slot.restore_gradient(gradient)
+
+
+def _factor(value) -> float | None:
+    """A number or one-element tensor as a number; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and type(value) is torch.Tensor else None
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _all_offloaded(gradients) -> bool:
+    return all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
+
+
+def _scale(gradient, value, *rest, **kwargs):
+    factor = _factor(value)
+    if rest or kwargs or factor is None or not isinstance(gradient, OffloadedGradient):
+        return NotImplemented
+    gradient._slot.scale_gradient(gradient, factor)
+    return gradient
+
+
+def _divide(gradient, value, *rest, **kwargs):
+    factor = _factor(value)
+    return NotImplemented if not factor else _scale(gradient, 1.0 / factor, *rest, **kwargs)
+
+
+def _scale_all(gradients, value, *rest, **kwargs):
+    factor = _factor(value)
+    if rest or kwargs or factor is None or not _all_offloaded(gradients):
+        return NotImplemented
+    for gradient in gradients:
+        gradient._slot.scale_gradient(gradient, factor)
+    return None
+
+
+def _norm(gradient, ord=2, dim=None, keepdim=False, dtype=None, **kwargs):
+    if ord not in (2, "fro") or dim is not None or keepdim or kwargs:
+        return NotImplemented
+    norm = gradient._slot.gradient_norm(gradient)
+    return torch.tensor(norm, dtype=dtype or gradient._slot.param.dtype, device=gradient._slot.param.device)
+
+
+def _norm_all(gradients, ord=2, dtype=None):
+    if not _all_offloaded(gradients):
+        return NotImplemented
+    norms = [_norm(gradient, ord, dtype=dtype) for gradient in gradients]
+    return NotImplemented if any(norm is NotImplemented for norm in norms) else tuple(norms)
+
+
+def _unscale_all(gradients, found_inf, inverse_scale):
+    if not _all_offloaded(gradients):
+        return NotImplemented
+    for gradient in gradients:
+        if not gradient._slot.gradient_is_finite(gradient):
+            found_inf.fill_(1.0)
+        gradient._slot.scale_gradient(gradient, float(inverse_scale))
+    return None
+
+
+_NATIVE = {
+    torch.Tensor.mul_: _scale,
+    torch.Tensor.__imul__: _scale,
+    torch.Tensor.div_: _divide,
+    torch.Tensor.__itruediv__: _divide,
+    torch._foreach_mul_: _scale_all,
+    torch.Tensor.norm: lambda gradient, p="fro", *rest, **kwargs: (
+        NotImplemented if rest else _norm(gradient, p, **kwargs)
+    ),
+    torch.linalg.vector_norm: _norm,
+    torch._foreach_norm: _norm_all,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+}

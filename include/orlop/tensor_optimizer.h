@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "orlop/cpu_adam.h"
+#include "orlop/export.h"
+#include "orlop/types.h"
+
+// Adam for tensors that somebody else's training loop owns: what stands behind the PyTorch doors.
+namespace orlop {
+
+struct TensorSpec {
+  std::string name;                  // for messages
+  DType dtype = DType::kF32;         // of the weights: F32, BF16 or F16
+  DType moment_dtype = DType::kF32;  // F32, or BF16 with stochastic rounding
+  int64_t numel = 0;
+  // The caller's weights in host memory (numel, aligned to their elements, valid until the
+  // optimizer is gone); updates write them in place. For F32 they are the master itself. Null:
+  // Orlop keeps a host copy, whose first content is what adopt_weights() gives.
+  void* weights = nullptr;
+  bool keep_gradient = false;  // take room for one gradient of `dtype` in host memory
+  uint64_t seed = 0;           // of stochastic rounding
+};
+
+// Where the states of one tensor lie, all in host memory, numel elements each; null for what its
+// layout lacks (AdamShard tells the layouts). exp_avg and exp_avg_sq hold moment_dtype.
+struct TensorStates {
+  void* weights = nullptr;  // bf16 and fp16: the compute copy; fp32: the master
+  uint16_t* lo = nullptr;
+  float* master = nullptr;  // fp16 alone
+  void* exp_avg = nullptr;
+  void* exp_avg_sq = nullptr;
+  void* gradient = nullptr;
+  // Becomes the version that update() returned once the tensor is written, kFailedVersion after a
+  // failure. In the same memory, so that a device can wait for it.
+  const uint32_t* written_version = nullptr;
+};
+
+inline constexpr uint32_t kFailedVersion = 0x7fffffffu;
+
+// What the optimizer's thread waits for before it reads a gradient: `wait(handle)` returns 0 when
+// the gradient has arrived and anything else when it never will.
+struct Fence {
+  int (*wait)(void*) = nullptr;  // null: it is there already
+  void* handle = nullptr;
+};
+
+struct GradientView {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t numel = 0;
+};
+
+// Sum of squares over several gradients, each summed as grad_square_sum() does, added in their
+// order; first_tensor is the position of the first with a NaN or Inf, or -1.
+struct GradientNorm {
+  double square_sum = 0;
+  int64_t first_tensor = -1;
+  int64_t first_element = -1;
+};
+
+struct TensorUpdate {
+  int64_t tensor = 0;
+  GradientView gradient;  // valid until the update has been waited for
+  AdamHyper hyper;        // `seed` is ignored: it is the tensor's
+  Fence arrived;
+};
+
+// A run of host memory and what it is held for.
+struct TensorMemory {
+  std::string purpose;
+  size_t bytes = 0;
+};
+
+// Owns masters and moments of tensors in host memory that grows with add(), and runs their updates
+// on a thread of its own, in the order of the calls. Called by one thread at a time. The first
+// failure of an update is thrown by the next call that waits or submits, and by all after it. In a
+// forked child every call throws and the destructor does nothing. All errors are orlop::Error.
+class ORLOP_EXPORT TensorOptimizer {
+ public:
+  // `threads` drive each update; 0: default_threads().
+  explicit TensorOptimizer(int threads = 0);
+  // Ends what was submitted.
+  ~TensorOptimizer();
+  TensorOptimizer(const TensorOptimizer&) = delete;
+  TensorOptimizer& operator=(const TensorOptimizer&) = delete;
+
+  // Takes memory for the states of `tensors`, moments zero, and returns the index of the first;
+  // the others follow. All or nothing. Throws Error(kDoesNotFit) with the shortage.
+  int64_t add(std::span<const TensorSpec> tensors);
+
+  // The memory behind the states of a tensor; stays as long as somebody holds it, also when the
+  // optimizer is gone.
+  std::shared_ptr<const void> memory(int64_t tensor) const;
+  TensorStates states(int64_t tensor) const;
+
+  GradientNorm norm(std::span<const GradientView> gradients);
+
+  // Submits one update of each of the given tensors, in that order, and returns at once. Every
+  // gradient is first multiplied by grad_scale. `step` is for messages. Returns the version that
+  // the tensors' written_version becomes. Throws before anything changes for an argument that
+  // cannot work.
+  uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step);
+
+  // Submits: `sum` (F32) becomes, or with `add` grows by, the kept gradient of the tensor.
+  void accumulate(int64_t tensor, std::span<float> sum, bool add, Fence arrived);
+
+  // Waits for what was submitted for one tensor / for all.
+  void wait(int64_t tensor);
+  void synchronize();
+
+  // Takes weights (numel elements of the tensor's dtype) that somebody else changed: where they
+  // differ from the compute copy, copy and master become exactly them. Waits for updates.
+  void adopt_weights(int64_t tensor, const void* weights);
+
+  // The caller's weights lie elsewhere from now on, with the same dtype and count. What differs
+  // from the old ones becomes the master exactly. The old memory must still be there. Waits for
+  // updates.
+  void move_weights(int64_t tensor, void* weights);
+
+  // The fp32 master. Writing it also writes the weights (bf16: round half up, fp16: nearest even).
+  // Both wait for updates.
+  void read_master(int64_t tensor, std::span<float> values);
+  void write_master(int64_t tensor, std::span<const float> values);
+
+  // Every range of host memory that a device may want to pin: page-aligned address and bytes.
+  std::vector<std::span<std::byte>> ranges() const;
+
+  // Bytes by purpose, over all tensors.
+  std::vector<TensorMemory> memory_report() const;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace orlop

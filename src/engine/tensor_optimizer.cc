@@ -1,0 +1,251 @@
+#include "orlop/tensor_optimizer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "cpu_adam/adam.h"
+#include "engine/tensor_store.h"
+#include "optim/optimizer_queue.h"
+
+namespace orlop {
+namespace {
+
+static_assert(kFailedVersion == Gate::kFailed);
+static_assert(std::atomic<uint32_t>::is_always_lock_free &&
+              sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+// Runs on the optimizer's thread.
+void wait_for(const Fence& fence, const std::string& name) {
+  if (fence.wait == nullptr) return;
+  const int status = fence.wait(fence.handle);
+  check(status == 0, ErrorCode::kDevice,
+        "the gradient of '{}' did not arrive: the device reports status {}", name, status);
+}
+
+}  // namespace
+
+class TensorOptimizer::Impl {
+ public:
+  explicit Impl(int threads)
+      : owner_(::getpid()),
+        threads_(threads == 0 ? default_threads() : threads),
+        queue_({}, threads_, nullptr) {}
+
+  bool in_owner() const { return ::getpid() == owner_; }
+
+  // Every call passes here.
+  void check_owner() const {
+    check(in_owner(), ErrorCode::kUsage,
+          "this optimizer belongs to process {} and was inherited by a fork; use it there only",
+          owner_);
+  }
+
+  TensorStore& store() { return store_; }
+  int threads() const { return threads_; }
+
+  GradientNorm norm(std::span<const GradientView> gradients) {
+    GradientNorm norm;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const GradientView& gradient = gradients[i];
+      scratch_.resize(
+          std::max(scratch_.size(), static_cast<size_t>(ceil_div(gradient.numel, kNormChunk))));
+      const SquareSum sum =
+          grad_square_sum(gradient.data, gradient.dtype, gradient.numel, scratch_.data(), threads_);
+      norm.square_sum += sum.sum;
+      if (sum.first_nonfinite >= 0 && norm.first_tensor < 0) {
+        norm.first_tensor = static_cast<int64_t>(i);
+        norm.first_element = sum.first_nonfinite;
+      }
+    }
+    return norm;
+  }
+
+  uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step) {
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->scalars.grad_scale = grad_scale;
+    batch->updates.reserve(updates.size());
+    for (const TensorUpdate& update : updates) {
+      const TensorStore::Tensor& tensor = store_.at(update.tensor);
+      check(update.gradient.numel == tensor.spec.numel, ErrorCode::kUsage,
+            "the gradient of '{}' has {} elements, its weights have {}", tensor.spec.name,
+            update.gradient.numel, tensor.spec.numel);
+      const AdamShard shard = adam_shard(tensor, update.gradient);
+      check_adam_shard(shard);
+      adam_constants(update.hyper, grad_scale);  // throws for what is out of range
+      batch->updates.push_back(HostUpdate{static_cast<int>(update.tensor),
+                                          {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
+                                          tensor.gate(),
+                                          [&tensor, fence = update.arrived, threads = threads_] {
+                                            wait_for(fence, tensor.spec.name);
+                                            mend_master(tensor, threads);
+                                          }});
+    }
+    return submit(std::move(batch), step);
+  }
+
+  void accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
+    const TensorStore::Tensor& tensor = store_.at(index);
+    const GradientView gradient{tensor.states.gradient, tensor.spec.dtype, tensor.spec.numel};
+    check(gradient.data != nullptr || gradient.numel == 0, ErrorCode::kUsage,
+          "tensor '{}' keeps no gradient", tensor.spec.name);
+    check(sum.size() == static_cast<size_t>(gradient.numel), ErrorCode::kUsage,
+          "tensor '{}' has {} elements, the sum has {}", tensor.spec.name, gradient.numel,
+          sum.size());
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->updates.push_back(HostUpdate{static_cast<int>(index),
+                                        {},
+                                        tensor.gate(),
+                                        [&tensor, gradient, sum, add, arrived, threads = threads_] {
+                                          wait_for(arrived, tensor.spec.name);
+                                          accumulate_gradient(gradient, sum, add, threads);
+                                        }});
+    submit(std::move(batch), 0);
+  }
+
+  void wait(int64_t index) {
+    const TensorStore::Tensor& tensor = store_.at(index);
+    const auto position = static_cast<size_t>(index);
+    const uint32_t wanted = position < submitted_.size() ? submitted_[position] : 0;
+    uint32_t seen = tensor.written->load(std::memory_order_acquire);
+    while (seen < wanted) {
+      tensor.written->wait(seen, std::memory_order_acquire);
+      seen = tensor.written->load(std::memory_order_acquire);
+    }
+    if (seen == kFailedVersion) queue_.wait_idle();
+  }
+
+  void synchronize() { queue_.wait_idle(); }
+
+ private:
+  uint32_t submit(std::shared_ptr<const UpdateBatch> batch, int64_t step) {
+    UpdateJob job;
+    job.scalars = &batch->scalars;
+    job.hyper.step = step;
+    job.version = version_ + 1;
+    job.batch = batch;
+    queue_.submit(job);
+    ++version_;
+    submitted_.resize(static_cast<size_t>(store_.count()), 0);
+    for (const HostUpdate& update : batch->updates) {
+      submitted_[static_cast<size_t>(update.param)] = version_;
+    }
+    return version_;
+  }
+
+  pid_t owner_;
+  int threads_;
+  TensorStore store_;
+  std::vector<uint32_t> submitted_;  // the newest version submitted for each tensor
+  std::vector<double> scratch_;
+  uint32_t version_ = 0;
+  OptimizerQueue queue_;  // last: its thread ends before what it works on
+};
+
+TensorOptimizer::TensorOptimizer(int threads) {
+  check(threads >= 0, ErrorCode::kUsage, "optimizer: threads = {} is negative", threads);
+  impl_ = std::make_unique<Impl>(threads);
+}
+
+TensorOptimizer::~TensorOptimizer() {
+  // A forked child has neither the thread nor the memory.
+  if (impl_ && !impl_->in_owner()) static_cast<void>(impl_.release());
+}
+
+int64_t TensorOptimizer::add(std::span<const TensorSpec> tensors) {
+  impl_->check_owner();
+  return impl_->store().add(tensors);
+}
+
+std::shared_ptr<const void> TensorOptimizer::memory(int64_t tensor) const {
+  impl_->check_owner();
+  return impl_->store().at(tensor).arena;
+}
+
+TensorStates TensorOptimizer::states(int64_t tensor) const {
+  impl_->check_owner();
+  return impl_->store().at(tensor).states;
+}
+
+GradientNorm TensorOptimizer::norm(std::span<const GradientView> gradients) {
+  impl_->check_owner();
+  return impl_->norm(gradients);
+}
+
+uint32_t TensorOptimizer::update(std::span<const TensorUpdate> updates, float grad_scale,
+                                 int64_t step) {
+  impl_->check_owner();
+  return impl_->update(updates, grad_scale, step);
+}
+
+void TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool add, Fence arrived) {
+  impl_->check_owner();
+  impl_->accumulate(tensor, sum, add, arrived);
+}
+
+void TensorOptimizer::wait(int64_t tensor) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+}
+
+void TensorOptimizer::synchronize() {
+  impl_->check_owner();
+  impl_->synchronize();
+}
+
+void TensorOptimizer::adopt_weights(int64_t tensor, const void* weights) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+  orlop::adopt_weights(impl_->store().at(tensor), weights);
+}
+
+void TensorOptimizer::move_weights(int64_t tensor, void* weights) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+  impl_->store().move_weights(tensor, weights);
+}
+
+void TensorOptimizer::read_master(int64_t tensor, std::span<float> values) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+  orlop::read_master(impl_->store().at(tensor), values);
+}
+
+void TensorOptimizer::write_master(int64_t tensor, std::span<const float> values) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+  orlop::write_master(impl_->store().at(tensor), values);
+}
+
+std::vector<std::span<std::byte>> TensorOptimizer::ranges() const {
+  impl_->check_owner();
+  std::vector<std::span<std::byte>> ranges;
+  for (const auto& arena : impl_->store().arenas()) {
+    ranges.emplace_back(arena->data(), arena->capacity_bytes());
+  }
+  return ranges;
+}
+
+std::vector<TensorMemory> TensorOptimizer::memory_report() const {
+  impl_->check_owner();
+  std::vector<TensorMemory> report;
+  for (const auto& arena : impl_->store().arenas()) {
+    for (const PurposeBytes& entry : arena->report()) {
+      const auto known = std::find_if(report.begin(), report.end(), [&](const TensorMemory& held) {
+        return held.purpose == entry.purpose;
+      });
+      if (known == report.end()) {
+        report.push_back({entry.purpose, entry.bytes});
+      } else {
+        known->bytes += entry.bytes;
+      }
+    }
+  }
+  return report;
+}
+
+}  // namespace orlop

@@ -1,0 +1,240 @@
+#include "engine/tensor_store.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <new>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "base/half.h"
+#include "cpu_adam/fp_environment.h"
+
+namespace orlop {
+namespace {
+
+constexpr const char* kGates = "versions";
+
+bool is_weight_dtype(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+void check_spec(const TensorSpec& spec) {
+  check(is_weight_dtype(spec.dtype), ErrorCode::kUsage,
+        "tensor '{}': weights of dtype {} are not supported (F32, BF16, F16)", spec.name,
+        dtype_name(spec.dtype));
+  check(spec.moment_dtype == DType::kF32 || spec.moment_dtype == DType::kBF16, ErrorCode::kUsage,
+        "tensor '{}': moments of dtype {} are not supported (F32, BF16)", spec.name,
+        dtype_name(spec.moment_dtype));
+  check(spec.numel >= 0, ErrorCode::kUsage, "tensor '{}': numel = {} is negative", spec.name,
+        spec.numel);
+  check(reinterpret_cast<uintptr_t>(spec.weights) % dtype_bytes(spec.dtype) == 0, ErrorCode::kUsage,
+        "tensor '{}': weights at {} are not aligned to their {} bytes", spec.name, spec.weights,
+        dtype_bytes(spec.dtype));
+}
+
+// Bytes of each plane that the store itself holds; 0 for what the layout lacks.
+struct PlaneBytes {
+  size_t weights, lo, master, moment, gradient;
+};
+
+PlaneBytes plane_bytes(const TensorSpec& spec) {
+  const auto numel = static_cast<size_t>(spec.numel);
+  return {.weights = spec.weights == nullptr ? numel * dtype_bytes(spec.dtype) : 0,
+          .lo = spec.dtype == DType::kBF16 ? 2 * numel : 0,
+          .master = spec.dtype == DType::kF16 ? 4 * numel : 0,
+          .moment = numel * dtype_bytes(spec.moment_dtype),
+          .gradient = spec.keep_gradient ? numel * dtype_bytes(spec.dtype) : 0};
+}
+
+size_t arena_bytes(std::span<const TensorSpec> specs) {
+  size_t bytes = align_up(specs.size() * sizeof(uint32_t), kDeviceAlignment);
+  for (const TensorSpec& spec : specs) {
+    const PlaneBytes planes = plane_bytes(spec);
+    for (const size_t plane :
+         {planes.weights, planes.lo, planes.master, planes.moment, planes.moment, planes.gradient})
+      bytes += align_up(plane, kDeviceAlignment);
+  }
+  return bytes;
+}
+
+// Null for a plane of no bytes.
+template <typename T>
+T* carve(HostArena& arena, size_t bytes, std::string_view purpose) {
+  return bytes == 0 ? nullptr : reinterpret_cast<T*>(arena.carve(bytes, purpose).data());
+}
+
+TensorStates carve_states(HostArena& arena, const TensorSpec& spec) {
+  const PlaneBytes planes = plane_bytes(spec);
+  const bool fp32 = spec.dtype == DType::kF32;
+  TensorStates states;
+  states.weights = spec.weights;
+  if (planes.weights > 0)
+    states.weights = carve<void>(arena, planes.weights, fp32 ? "masters" : "weights");
+  states.lo = carve<uint16_t>(arena, planes.lo, "masters");
+  states.master = carve<float>(arena, planes.master, "masters");
+  states.exp_avg = carve<void>(arena, planes.moment, "moments");
+  states.exp_avg_sq = carve<void>(arena, planes.moment, "moments");
+  states.gradient = carve<void>(arena, planes.gradient, "gradients");
+  return states;
+}
+
+uint16_t* half_weights(const TensorStore::Tensor& tensor) {
+  return static_cast<uint16_t*>(tensor.states.weights);
+}
+
+void check_count(const TensorStore::Tensor& tensor, size_t count) {
+  check(count == static_cast<size_t>(tensor.spec.numel), ErrorCode::kUsage,
+        "tensor '{}' has {} elements, {} given", tensor.spec.name, tensor.spec.numel, count);
+}
+
+float widen(const void* data, DType dtype, int64_t i) {
+  if (dtype == DType::kF32) return static_cast<const float*>(data)[i];
+  const uint16_t half = static_cast<const uint16_t*>(data)[i];
+  return dtype == DType::kBF16 ? bf16_to_float(half) : fp16_to_float(half);
+}
+
+}  // namespace
+
+int64_t TensorStore::add(std::span<const TensorSpec> specs) {
+  for (const TensorSpec& spec : specs) check_spec(spec);
+  auto arena = std::make_shared<HostArena>(arena_bytes(specs));
+  std::vector<Tensor> added;
+  auto* gates =
+      carve<std::atomic<uint32_t>>(*arena, specs.size() * sizeof(std::atomic<uint32_t>), kGates);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    Tensor tensor{specs[i], carve_states(*arena, specs[i]),
+                  new (gates + i) std::atomic<uint32_t>(0), arena};
+    tensor.states.written_version = reinterpret_cast<const uint32_t*>(tensor.written);
+    added.push_back(std::move(tensor));
+  }
+  const int64_t first = count();
+  for (Tensor& tensor : added) tensors_.push_back(std::move(tensor));
+  arenas_.push_back(std::move(arena));
+  return first;
+}
+
+const TensorStore::Tensor& TensorStore::at(int64_t index) const {
+  check(index >= 0 && index < count(), ErrorCode::kUsage, "tensor {} of {} does not exist", index,
+        count());
+  return tensors_[static_cast<size_t>(index)];
+}
+
+void TensorStore::move_weights(int64_t index, void* weights) {
+  const Tensor& known = at(index);
+  check(known.spec.weights != nullptr && weights != nullptr, ErrorCode::kUsage,
+        "tensor '{}': only weights in the caller's memory can move to other memory of the caller",
+        known.spec.name);
+  TensorSpec spec = known.spec;
+  spec.weights = weights;
+  check_spec(spec);
+  if (spec.dtype != DType::kF32) adopt_weights(known, weights);
+  Tensor& tensor = tensors_[static_cast<size_t>(index)];
+  tensor.spec.weights = weights;
+  tensor.states.weights = weights;
+}
+
+AdamShard adam_shard(const TensorStore::Tensor& tensor, const GradientView& gradient) {
+  const bool fp32 = tensor.spec.dtype == DType::kF32;
+  AdamShard shard;
+  shard.compute_dtype = tensor.spec.dtype;
+  shard.moment_dtype = tensor.spec.moment_dtype;
+  shard.grad_dtype = gradient.dtype;
+  shard.param = fp32 ? nullptr : tensor.states.weights;
+  shard.lo = tensor.states.lo;
+  shard.master = fp32 ? static_cast<float*>(tensor.states.weights) : tensor.states.master;
+  shard.exp_avg = tensor.states.exp_avg;
+  shard.exp_avg_sq = tensor.states.exp_avg_sq;
+  shard.grad = gradient.data;
+  shard.numel = tensor.spec.numel;
+  return shard;
+}
+
+void read_master(const TensorStore::Tensor& tensor, std::span<float> values) {
+  check_count(tensor, values.size());
+  const TensorStates& states = tensor.states;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (tensor.spec.dtype == DType::kBF16) {
+      const auto rest =
+          static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(states.lo[i])));
+      const uint32_t hi = static_cast<uint32_t>(half_weights(tensor)[i]) << 16;
+      values[i] = std::bit_cast<float>(hi + rest);
+    } else {
+      values[i] = tensor.spec.dtype == DType::kF16 ? states.master[i]
+                                                   : static_cast<const float*>(states.weights)[i];
+    }
+  }
+}
+
+void write_master(const TensorStore::Tensor& tensor, std::span<const float> values) {
+  check_count(tensor, values.size());
+  const TensorStates& states = tensor.states;
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (tensor.spec.dtype == DType::kBF16) {
+      // A NaN is made quiet and empty, so that rounding cannot carry it into another value.
+      const uint32_t bits =
+          values[i] == values[i] ? std::bit_cast<uint32_t>(values[i]) : 0x7fc00000u;
+      half_weights(tensor)[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+      states.lo[i] = static_cast<uint16_t>(bits & 0xffffu);
+    } else if (tensor.spec.dtype == DType::kF16) {
+      states.master[i] = values[i];
+      half_weights(tensor)[i] = float_to_fp16(values[i]);
+    } else {
+      static_cast<float*>(states.weights)[i] = values[i];
+    }
+  }
+}
+
+void adopt_weights(const TensorStore::Tensor& tensor, const void* weights) {
+  const TensorStates& states = tensor.states;
+  const auto numel = static_cast<size_t>(tensor.spec.numel);
+  if (tensor.spec.dtype == DType::kF32) {
+    if (weights != states.weights) std::memcpy(states.weights, weights, 4 * numel);
+    return;
+  }
+  const auto* given = static_cast<const uint16_t*>(weights);
+  uint16_t* copy = half_weights(tensor);
+  for (size_t i = 0; i < numel; ++i) {
+    if (tensor.spec.dtype == DType::kF16) {
+      if (given[i] != float_to_fp16(states.master[i])) states.master[i] = fp16_to_float(given[i]);
+    } else if (given[i] != copy[i]) {
+      states.lo[i] = 0;
+    }
+    copy[i] = given[i];
+  }
+}
+
+void mend_master(const TensorStore::Tensor& tensor, int threads) {
+  if (tensor.spec.dtype == DType::kF32) return;
+  const TensorStates states = tensor.states;
+  const uint16_t* copy = half_weights(tensor);
+  const int64_t numel = tensor.spec.numel;
+  if (tensor.spec.dtype == DType::kF16) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < numel; ++i) {
+      if (copy[i] != float_to_fp16(states.master[i])) states.master[i] = fp16_to_float(copy[i]);
+    }
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < numel; ++i) {
+    const bool stale = (copy[i] & 0x7fffu) == 0 && (states.lo[i] & 0x8000u) != 0;
+    states.lo[i] = stale ? uint16_t{0} : states.lo[i];
+  }
+}
+
+void accumulate_gradient(const GradientView& gradient, std::span<float> sum, bool add,
+                         int threads) {
+  float* out = sum.data();
+#pragma omp parallel num_threads(threads)
+  {
+    const FpEnvironment environment;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < gradient.numel; ++i) {
+      const float value = widen(gradient.data, gradient.dtype, i);
+      out[i] = add ? out[i] + value : value;
+    }
+  }
+}
+
+}  // namespace orlop

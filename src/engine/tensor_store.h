@@ -1,0 +1,63 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "backend/backend.h"
+#include "memory/host_arena.h"
+#include "orlop/tensor_optimizer.h"
+
+namespace orlop {
+
+// The planes of caller-owned tensors, one arena for every add(). Neither tensors nor arenas move.
+class TensorStore {
+ public:
+  struct Tensor {
+    TensorSpec spec;
+    TensorStates states;
+    std::atomic<uint32_t>* written = nullptr;
+    std::shared_ptr<HostArena> arena;
+
+    Gate gate() const { return Gate{written}; }
+  };
+
+  // All or nothing. Throws Error(kUsage) that names the tensor, Error(kDoesNotFit).
+  int64_t add(std::span<const TensorSpec> specs);
+
+  // The weights of a tensor whose specification names caller's memory are found at `weights` now.
+  void move_weights(int64_t index, void* weights);
+
+  int64_t count() const { return static_cast<int64_t>(tensors_.size()); }
+  // Throws Error(kUsage) for an index that there is not.
+  const Tensor& at(int64_t index) const;
+  const std::vector<std::shared_ptr<HostArena>>& arenas() const { return arenas_; }
+
+ private:
+  std::deque<Tensor> tensors_;
+  std::vector<std::shared_ptr<HostArena>> arenas_;
+};
+
+// What the formula reads and writes of one tensor; `gradient` may have any dtype it takes.
+AdamShard adam_shard(const TensorStore::Tensor& tensor, const GradientView& gradient);
+
+void read_master(const TensorStore::Tensor& tensor, std::span<float> values);
+void write_master(const TensorStore::Tensor& tensor, std::span<const float> values);
+// Where `weights` (in the tensor's dtype) differ from the compute copy, both and the master become
+// exactly them.
+void adopt_weights(const TensorStore::Tensor& tensor, const void* weights);
+
+// Brings the master up to what was written into the weights in place since the last update.
+//   fp16: elements whose copy is no longer the rounded master take the copy as their master.
+//   bf16: the rest in `lo` of a changed element stays and is at most half a unit in its last
+//         place; only beside a zero could it turn the bits into a NaN, there it is dropped.
+void mend_master(const TensorStore::Tensor& tensor, int threads);
+
+// sum = gradient, or sum += gradient.
+void accumulate_gradient(const GradientView& gradient, std::span<float> sum, bool add, int threads);
+
+}  // namespace orlop

@@ -1,0 +1,357 @@
+// TensorOptimizer: the bits of adam_step() on a thread of its own, growth, errors, forks.
+
+#include "orlop/tensor_optimizer.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/half.h"
+#include "orlop/error.h"
+
+namespace orlop::test {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::vector<float> random_floats(int64_t numel, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(numel));
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+TensorSpec fp32_spec(const std::string& name, std::vector<float>& weights) {
+  TensorSpec spec;
+  spec.name = name;
+  spec.numel = static_cast<int64_t>(weights.size());
+  spec.weights = weights.data();
+  return spec;
+}
+
+GradientView view(const std::vector<float>& gradient) {
+  return {gradient.data(), DType::kF32, static_cast<int64_t>(gradient.size())};
+}
+
+TensorUpdate make_update(int64_t tensor, const std::vector<float>& gradient, int64_t step) {
+  AdamHyper hyper;
+  hyper.step = step;
+  hyper.weight_decay = 0.1;
+  return {tensor, view(gradient), hyper, {}};
+}
+
+template <typename Call>
+std::string error_of(Call&& call, ErrorCode code) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return "";
+}
+
+TEST(TensorOptimizer, UpdatesHaveTheBitsOfAdamStep) {
+  for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{4095}, int64_t{100003}}) {
+    std::vector<float> ours = random_floats(numel, 1);
+    std::vector<float> expected = ours;
+    std::vector<float> exp_avg(ours.size());
+    std::vector<float> exp_avg_sq(ours.size());
+    TensorOptimizer optimizer(2);
+    const int64_t tensor = optimizer.add(std::vector{fp32_spec("w", ours)});
+    for (int64_t step = 1; step <= 5; ++step) {
+      const std::vector<float> gradient = random_floats(numel, static_cast<uint32_t>(step) + 10);
+      const TensorUpdate update = make_update(tensor, gradient, step);
+      optimizer.update(std::vector{update}, 0.5f, step);
+      optimizer.wait(tensor);
+      AdamShard shard;
+      shard.compute_dtype = shard.grad_dtype = DType::kF32;
+      shard.master = expected.data();
+      shard.exp_avg = exp_avg.data();
+      shard.exp_avg_sq = exp_avg_sq.data();
+      shard.grad = gradient.data();
+      shard.numel = numel;
+      adam_step(shard, update.hyper, 0.5f, 1);
+      ASSERT_EQ(ours, expected) << "numel " << numel << ", step " << step;
+    }
+    std::vector<float> master(ours.size());
+    optimizer.read_master(tensor, master);
+    EXPECT_EQ(master, ours);
+  }
+}
+
+TEST(TensorOptimizer, GrowsWithoutMovingWhatIsThere) {
+  TensorOptimizer optimizer(1);
+  std::vector<std::vector<float>> weights;
+  for (uint32_t i = 0; i < 20; ++i) weights.push_back(random_floats(1000 + i, i));
+  const std::vector<float> gradient = random_floats(1000, 99);
+  std::vector<const void*> moments;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    EXPECT_EQ(optimizer.add(std::vector{fp32_spec("w", weights[i])}), static_cast<int64_t>(i));
+    moments.push_back(optimizer.states(static_cast<int64_t>(i)).exp_avg);
+    // An update of the first tensor runs while the next is added.
+    optimizer.update(std::vector{make_update(0, gradient, static_cast<int64_t>(i) + 1)}, 1.0f, 1);
+  }
+  optimizer.synchronize();
+  for (size_t i = 0; i < weights.size(); ++i) {
+    EXPECT_EQ(optimizer.states(static_cast<int64_t>(i)).exp_avg, moments[i]);
+  }
+  size_t bytes = 0;
+  for (const TensorMemory& held : optimizer.memory_report()) {
+    if (held.purpose == "moments") bytes = held.bytes;
+  }
+  EXPECT_EQ(bytes, 8u * (20 * 1000 + 190));
+}
+
+TEST(TensorOptimizer, StatesOutliveTheOptimizer) {
+  std::vector<float> weights = random_floats(1000, 1);
+  const std::vector<float> gradient = random_floats(1000, 2);
+  std::shared_ptr<const void> memory;
+  const float* exp_avg = nullptr;
+  {
+    TensorOptimizer optimizer(1);
+    optimizer.add(std::vector{fp32_spec("w", weights)});
+    optimizer.update(std::vector{make_update(0, gradient, 1)}, 1.0f, 1);
+    memory = optimizer.memory(0);
+    exp_avg = static_cast<const float*>(optimizer.states(0).exp_avg);
+  }
+  EXPECT_NEAR(exp_avg[7], 0.1f * gradient[7], 1e-6f);
+}
+
+// A gradient that arrives when the test says so.
+struct Arrival {
+  std::atomic<int> status{-1};
+  static int wait(void* handle) {
+    auto& arrival = *static_cast<Arrival*>(handle);
+    arrival.status.wait(-1);
+    return arrival.status.load();
+  }
+  void end(int value) {
+    status = value;
+    status.notify_all();
+  }
+};
+
+TEST(TensorOptimizer, WaitsForArrivalsAndWritesInOrder) {
+  std::vector<float> first = random_floats(100, 1);
+  std::vector<float> second = random_floats(100, 2);
+  const std::vector<float> before = second;
+  const std::vector<float> gradient = random_floats(100, 3);
+  Arrival arrival;
+  TensorOptimizer optimizer(1);
+  optimizer.add(std::vector{fp32_spec("a", first), fp32_spec("b", second)});
+  std::vector<TensorUpdate> updates{make_update(0, gradient, 1), make_update(1, gradient, 1)};
+  updates[1].arrived = {&Arrival::wait, &arrival};
+  const uint32_t version = optimizer.update(updates, 1.0f, 1);
+  optimizer.wait(0);
+  EXPECT_EQ(*optimizer.states(0).written_version, version);
+  EXPECT_EQ(second, before);
+  arrival.end(0);
+  optimizer.wait(1);
+  EXPECT_NE(second, before);
+}
+
+TEST(TensorOptimizer, FailureReachesEveryWaiterAndNamesTheStep) {
+  std::vector<float> weights = random_floats(100, 1);
+  std::vector<float> other = random_floats(100, 2);
+  const std::vector<float> before = weights;
+  const std::vector<float> gradient = random_floats(100, 3);
+  Arrival arrival;
+  TensorOptimizer optimizer(1);
+  optimizer.add(std::vector{fp32_spec("layer.weight", weights), fp32_spec("other", other)});
+  TensorUpdate update = make_update(0, gradient, 1);
+  update.arrived = {&Arrival::wait, &arrival};
+  optimizer.update(std::vector{update}, 1.0f, 12);
+  optimizer.update(std::vector{make_update(1, gradient, 1)}, 1.0f, 13);
+  std::thread later([&] { arrival.end(700); });
+  const std::string text = error_of([&] { optimizer.wait(1); }, ErrorCode::kDevice);
+  later.join();
+  EXPECT_THAT(text, HasSubstr("update of step 12"));
+  EXPECT_THAT(text, HasSubstr("'layer.weight'"));
+  EXPECT_THAT(text, HasSubstr("700"));
+  EXPECT_EQ(*optimizer.states(1).written_version, kFailedVersion);
+  EXPECT_EQ(weights, before);
+  EXPECT_EQ(error_of([&] { optimizer.wait(0); }, ErrorCode::kDevice), text);
+  EXPECT_EQ(error_of([&] { optimizer.synchronize(); }, ErrorCode::kDevice), text);
+  EXPECT_EQ(error_of([&] { optimizer.update(std::vector{make_update(1, gradient, 1)}, 1, 14); },
+                     ErrorCode::kDevice),
+            text);
+}
+
+TEST(TensorOptimizer, RefusesBeforeAnythingChanges) {
+  std::vector<float> weights = random_floats(100, 1);
+  const std::vector<float> before = weights;
+  const std::vector<float> gradient = random_floats(100, 3);
+  const std::vector<float> shorter = random_floats(99, 3);
+  TensorOptimizer optimizer(1);
+  optimizer.add(std::vector{fp32_spec("w", weights)});
+  const auto refused = [&](const TensorUpdate& update, float scale) {
+    return error_of(
+        [&] {
+          optimizer.update(std::vector{make_update(0, gradient, 1), update}, scale, 1);
+        },
+        ErrorCode::kUsage);
+  };
+  EXPECT_THAT(refused(make_update(1, gradient, 1), 1.0f), HasSubstr("tensor 1 of 1"));
+  EXPECT_THAT(refused(make_update(0, shorter, 1), 1.0f), HasSubstr("99 elements"));
+  EXPECT_THAT(refused(make_update(0, gradient, 0), 1.0f), HasSubstr("step = 0"));
+  EXPECT_THAT(refused(make_update(0, gradient, 1), NAN), HasSubstr("grad_scale"));
+  TensorUpdate update = make_update(0, gradient, 1);
+  update.gradient.dtype = DType::kF64;
+  EXPECT_THAT(refused(update, 1.0f), HasSubstr("F64"));
+  TensorSpec spec = fp32_spec("bad", weights);
+  spec.dtype = DType::kI32;
+  EXPECT_THAT(error_of([&] { optimizer.add(std::vector{spec}); }, ErrorCode::kUsage),
+              HasSubstr("'bad'"));
+  spec = fp32_spec("large", weights);
+  spec.numel = int64_t{1} << 46;
+  error_of([&] { optimizer.add(std::vector{spec}); }, ErrorCode::kDoesNotFit);
+  optimizer.synchronize();
+  EXPECT_EQ(weights, before);
+  EXPECT_EQ(optimizer.ranges().size(), 1u);
+}
+
+TEST(TensorOptimizer, NormNamesTheFirstBadTensor) {
+  TensorOptimizer optimizer(2);
+  std::vector<std::vector<float>> gradients{random_floats(5000, 1), random_floats(3, 2),
+                                            random_floats(9000, 3)};
+  const auto norm = [&] {
+    std::vector<GradientView> views;
+    for (const auto& gradient : gradients) views.push_back(view(gradient));
+    return optimizer.norm(views);
+  };
+  std::vector<double> scratch(3);
+  double expected = 0;
+  for (const auto& gradient : gradients) {
+    expected += grad_square_sum(gradient.data(), DType::kF32, static_cast<int64_t>(gradient.size()),
+                                scratch.data(), 1)
+                    .sum;
+  }
+  EXPECT_EQ(norm().square_sum, expected);
+  EXPECT_EQ(norm().first_tensor, -1);
+  gradients[2][8999] = INFINITY;
+  gradients[1][2] = NAN;
+  EXPECT_EQ(norm().first_tensor, 1);
+  EXPECT_EQ(norm().first_element, 2);
+}
+
+// hi is the caller's; what the caller writes there is where the next update starts.
+TEST(TensorOptimizer, ZeroedHalfWeightsNeverBecomeNaN) {
+  constexpr int64_t kNumel = 4099;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    std::vector<uint16_t> weights(kNumel);
+    const std::vector<float> values = random_floats(kNumel, 5);
+    TensorSpec spec;
+    spec.name = "half";
+    spec.dtype = dtype;
+    spec.numel = kNumel;
+    spec.weights = weights.data();
+    TensorOptimizer optimizer(2);
+    optimizer.add(std::vector{spec});
+    optimizer.write_master(0, values);
+    std::vector<float> master(kNumel);
+    optimizer.read_master(0, master);
+    EXPECT_EQ(master, values);
+    for (size_t i = 0; i < weights.size(); i += 2) weights[i] = i % 4 == 0 ? 0 : 0x8000;
+    const std::vector<uint16_t> pruned = weights;
+    const std::vector<float> gradient(kNumel, 1.0f);
+    TensorUpdate update = make_update(0, gradient, 1);
+    update.hyper.lr = 0;
+    optimizer.update(std::vector{update}, 1.0f, 1);
+    optimizer.synchronize();
+    EXPECT_EQ(weights, pruned);
+    optimizer.read_master(0, master);
+    for (size_t i = 0; i < master.size(); ++i) {
+      if (i % 2 == 0) {
+        EXPECT_LT(std::abs(master[i]), 1e-38f) << i;
+      } else {
+        EXPECT_EQ(master[i], values[i]) << i;
+      }
+    }
+  }
+}
+
+TEST(TensorOptimizer, AdoptsAndMovesWeights) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    std::vector<uint16_t> weights(1000);
+    TensorSpec spec;
+    spec.name = "half";
+    spec.dtype = dtype;
+    spec.numel = 1000;
+    spec.weights = weights.data();
+    TensorOptimizer optimizer(1);
+    optimizer.add(std::vector{spec});
+    const std::vector<float> values = random_floats(1000, 5);
+    optimizer.write_master(0, values);
+    std::vector<uint16_t> moved = weights;
+    moved[10] = dtype == DType::kBF16 ? float_to_bf16(7.0f) : float_to_fp16(7.0f);
+    optimizer.move_weights(0, moved.data());
+    std::vector<float> master(1000);
+    optimizer.read_master(0, master);
+    std::vector<float> expected = values;
+    expected[10] = 7.0f;
+    EXPECT_EQ(master, expected);
+    EXPECT_EQ(optimizer.states(0).weights, moved.data());
+  }
+}
+
+TEST(TensorOptimizer, SumsKeptGradients) {
+  std::vector<uint16_t> weights(5000);
+  TensorSpec spec;
+  spec.name = "w";
+  spec.dtype = DType::kBF16;
+  spec.numel = 5000;
+  spec.keep_gradient = true;
+  TensorOptimizer optimizer(2);
+  optimizer.add(std::vector{spec});
+  auto* kept = static_cast<uint16_t*>(optimizer.states(0).gradient);
+  std::vector<float> sum(5000, NAN);
+  std::vector<float> expected(5000, 0.0f);
+  for (int part = 0; part < 3; ++part) {
+    const std::vector<float> values = random_floats(5000, static_cast<uint32_t>(part));
+    for (size_t i = 0; i < sum.size(); ++i) {
+      kept[i] = float_to_bf16(values[i]);
+      expected[i] += bf16_to_float(kept[i]);
+    }
+    optimizer.accumulate(0, sum, part > 0, {});
+    optimizer.wait(0);
+  }
+  EXPECT_EQ(sum, expected);
+}
+
+TEST(TensorOptimizer, ForkedChildIsRefusedAndLeavesItAlone) {
+  std::vector<float> weights = random_floats(100, 1);
+  const std::vector<float> gradient = random_floats(100, 3);
+  TensorOptimizer optimizer(1);
+  optimizer.add(std::vector{fp32_spec("w", weights)});
+  optimizer.update(std::vector{make_update(0, gradient, 1)}, 1.0f, 1);
+  auto second = std::make_unique<TensorOptimizer>(1);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int status = 1;
+    try {
+      optimizer.synchronize();
+    } catch (const Error& error) {
+      status = std::strstr(error.what(), "fork") != nullptr ? 0 : 2;
+    }
+    second.reset();
+    ::_exit(status);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  optimizer.synchronize();
+}
+
+}  // namespace
+}  // namespace orlop::test

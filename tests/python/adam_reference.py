@@ -1,0 +1,41 @@
+"""One Adam step element by element, in the formula's own order, from libm's fmaf and numpy's fp32."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import numpy as np
+import torch
+
+_libm = ctypes.CDLL("libm.so.6")
+_libm.fmaf.restype = ctypes.c_float
+_libm.fmaf.argtypes = [ctypes.c_float] * 3
+_fma = np.vectorize(lambda a, b, c: np.float32(_libm.fmaf(float(a), float(b), float(c))), otypes=[np.float32])
+
+
+class Reference:
+    """Masters and moments of one parameter, as fp32 arrays (numel)."""
+
+    def __init__(self, weights: torch.Tensor):
+        self.p = weights.detach().float().flatten().numpy().copy()
+        self.m = np.zeros_like(self.p)
+        self.v = np.zeros_like(self.p)
+        self.steps = 0
+
+    def step(self, grad: torch.Tensor, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, maximize=False):
+        self.steps += 1
+        f32 = np.float32
+        beta1, beta2 = betas
+        step_size = f32(lr / (1.0 - beta1**self.steps))
+        correction = f32(math.sqrt(1.0 - beta2**self.steps))
+        g = grad.detach().float().flatten().numpy() * f32(-1.0 if maximize else 1.0)
+        p = self.p * f32(1.0 - lr * weight_decay)
+        self.m = _fma(f32(1.0 - beta1), g - self.m, self.m)
+        self.v = _fma(f32(1.0 - beta2) * g, g, f32(beta2) * self.v)
+        self.p = p - step_size * (self.m / (np.sqrt(self.v) / correction + f32(eps)))
+
+    def rounded_half_up(self) -> np.ndarray:
+        """The bf16 weights, as fp32: the upper half of the bits after adding half a unit."""
+        bits = (self.p.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32)

@@ -1,0 +1,322 @@
+"""Door 1 with weights on a CUDA device. Run: pytest -m gpu tests/python/test_adamw_gpu.py"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import time
+
+import pytest
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+torch = pytest.importorskip("torch")
+
+import orlop  # noqa: E402
+from adam_reference import Reference  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+class Model(torch.nn.Module):
+    def __init__(self, width=256, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = torch.nn.Linear(8, width)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(blocks))
+        self.out = torch.nn.Linear(width, 8)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.out(x)
+
+
+def train(model, optimizer, steps, accumulation=1, clip=None, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        for part in range(accumulation):
+            x = torch.full(
+                (4, 8), 0.1 * (step + 1) + part, device="cuda", dtype=next(model.parameters()).dtype
+            )
+            loss = (model(x).float() ** 2).mean()
+            loss.backward()
+        if clip:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    optimizer.synchronize()
+    return losses
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
+@pytest.mark.parametrize("gradients", ["auto", "stay"])
+@DTYPES
+def test_masters_equal_the_formula_bit_for_bit(dtype, gradients, hidden):
+    """Case N-09: recorded gradients; after each of many steps the weights are the rounded masters."""
+    model = torch.nn.ModuleList([torch.nn.Linear(9, 7), torch.nn.Linear(130, 3)]).to("cuda", dtype)
+    params = list(model.parameters())
+    references = [Reference(p.cpu()) for p in params]
+    optimizer = orlop.AdamW(params, lr=1e-2, gradients=gradients, module=model if hidden else None)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(50):
+        targets = [torch.randn(p.shape, generator=generator, device="cuda").to(dtype) for p in params]
+        sum((p * t).sum() for p, t in zip(params, targets, strict=True)).backward()
+        for target, reference in zip(targets, references, strict=True):
+            reference.step(target.cpu(), 1e-2)
+        optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        for p, reference in zip(params, references, strict=True):
+            assert torch.equal(optimizer.master(p).flatten(), torch.from_numpy(reference.p))
+            rounded = reference.rounded_half_up() if dtype == torch.bfloat16 else reference.p
+            assert torch.equal(p.detach().cpu().flatten(), torch.from_numpy(rounded).to(dtype))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_fp32_equals_torch(accumulation):
+    ours, theirs = Model().cuda(), Model().cuda()
+    optimizer = orlop.AdamW(ours.parameters(), lr=1e-3, module=ours)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    reference.clip_grad_norm_ = lambda limit: torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+    reference.synchronize = torch.cuda.synchronize
+    a, b = (train(m, o, 50, accumulation, 1.0) for m, o in ((ours, optimizer), (theirs, reference)))
+    torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-6, rtol=1e-4)
+
+
+def test_every_way_gives_the_same_bits(monkeypatch):
+    """Hidden or not, away or not, with and without the driver's stream waits and pinned memory."""
+    from orlop import device_link
+
+    torch.use_deterministic_algorithms(True)
+
+    def run(**options):
+        model = Model().cuda().to(torch.bfloat16)
+        if options.pop("hidden", False):
+            options["module"] = model
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-3, **options)
+        return train(model, optimizer, 20, clip=1.0), [p.detach().clone() for p in model.parameters()]
+
+    try:
+        expected = run()
+        runs = [run(hidden=True), run(gradients="stay", hidden=True), run(threads=1)]
+        monkeypatch.setattr(device_link, "_driver", lambda: None)
+        runs += [run(), run(hidden=True)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for index, (losses, weights) in enumerate(runs):
+        if index == 1:  # clipping rounds the bf16 gradients that stay
+            assert max(abs(a - b) / a for a, b in zip(expected[0], losses, strict=True)) < 0.01
+            continue
+        assert losses == expected[0], index
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected[1], strict=True)), index
+
+
+def test_step_does_not_wait_for_the_device():
+    """The stream waits for the weights; the calling thread does not wait for the stream."""
+    p = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+    optimizer = orlop.AdamW([p], lr=0.1)
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    if optimizer._links[p.device]._driver is None or optimizer._links[p.device].unpinned_bytes:
+        pytest.skip("this driver or container lacks pinned memory or stream waits")
+    before = p.detach().clone()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    p.sum().backward()
+    begin = time.perf_counter()
+    optimizer._nonfinite = "apply"  # the check for NaN needs the gradients
+    optimizer.step()
+    seconds = time.perf_counter() - begin
+    changed = p.detach().clone()  # on the stream, after the update
+    torch.cuda.synchronize()
+    assert seconds < 0.2
+    assert not torch.equal(before, changed)
+    assert torch.equal(changed, p)
+
+
+def test_gradients_leave_during_backward():
+    """Device memory after backward is that of the weights and little more."""
+    model = Model(width=2048, blocks=8).cuda().to(torch.bfloat16)
+    optimizer = orlop.AdamW(model.parameters())
+    model(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    weights = torch.cuda.memory_allocated()
+    model(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= weights + 2 * 2 * 2048 * 2048
+
+
+@DTYPES
+def test_changed_weights_are_where_the_next_step_starts(dtype):
+    """Case B-09."""
+    p = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda").to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2)
+    p.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        p[::2].mul_(0.5)
+    changed = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(p, changed)
+
+
+@pytest.mark.parametrize("clip", ["ours", "torch"])
+def test_fp16_with_both_scalers(clip):
+    for scaler_class in (torch.amp.GradScaler, orlop.GradScaler):
+        model = Model().cuda().to(torch.float16)
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-4)
+        scaler = scaler_class("cuda", init_scale=2.0**30, growth_interval=1000)
+        losses = []
+        for _ in range(60):
+            loss = (model(torch.ones(4, 8, device="cuda", dtype=torch.float16)).float() - 3).pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if clip == "ours":
+                optimizer.clip_grad_norm_(1.0)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert scaler.get_scale() < 2.0**30
+        assert losses[-1] < losses[0]
+
+
+@DTYPES
+@pytest.mark.parametrize("file_device", ["cpu", "cuda"])
+def test_resume_is_exact(dtype, file_device, tmp_path):
+    """Cases C-10, C-24, R-08: from a file of either device; states stay in host memory."""
+    model = Model(width=64).cuda().to(dtype)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-3)
+    torch.backends.cudnn.deterministic = True
+    train(model, optimizer, 5)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    expected = train(model, optimizer, 5, first=5)
+    saved = torch.load(tmp_path / "state.pt", map_location=file_device, weights_only=True)
+    fresh = Model(width=64).cuda().to(dtype)
+    fresh.load_state_dict(saved["model"])
+    resumed = orlop.AdamW(fresh.parameters(), lr=1e-3)
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.state[fresh.inp.weight]["exp_avg"].device.type == "cpu"
+    assert train(fresh, resumed, 5, first=5) == expected
+
+
+def test_model_that_moves_to_the_device_after_the_optimizer():
+    model = Model(width=64)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-3)
+    model.cuda()
+    assert len(train(model, optimizer, 3)) == 3
+    assert optimizer._links
+
+
+def test_twenty_optimizers_leave_nothing_behind():
+    """Case R-10: device and host bytes; also an optimizer that ends with copies in flight."""
+    from test_adamw_contract import resident_bytes
+
+    model = Model(width=1024).cuda()
+    after = []
+    for _ in range(20):
+        optimizer = orlop.AdamW(model.parameters(), module=model)
+        train(model, optimizer, 2)
+        model(torch.ones(1, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        del optimizer
+        for p in model.parameters():
+            p.grad = None
+        gc.collect()
+        torch.cuda.synchronize()
+        after.append((resident_bytes(), torch.cuda.memory_allocated()))
+    assert after[-1][0] <= after[2][0] * 1.01, after
+    assert after[-1][1] == after[2][1], after
+
+
+def test_forked_workers_leave_the_optimizer_alone():
+    """Case B-05: children that inherit pinned memory end without a word."""
+    from test_adamw_contract import run_python
+
+    result = run_python(
+        """
+        import torch, orlop
+        p = torch.nn.Parameter(torch.ones(1000, device="cuda"))
+        optimizer = orlop.AdamW([p])
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 16
+            def __getitem__(self, i): return torch.tensor(float(i))
+        for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
+            (p * batch.sum().cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        print(optimizer.steps)
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "8\n", "")
+
+
+def test_transformers_losses_within_one_percent():
+    """A small Llama in bf16 against fp32 masters in plain PyTorch."""
+    transformers = pytest.importorskip("transformers")
+    from test_adamw_models import MasterAdamW
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+
+    def run(make):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
+        optimizer = make(model)
+        ids = torch.randint(0, 64, (50, 2, 64), generator=torch.Generator().manual_seed(1)).cuda()
+        losses = []
+        for batch in ids:
+            loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = run(lambda m: MasterAdamW(m, lr=1e-3))
+    for options in (lambda m: {}, lambda m: {"module": m}):
+        got = run(lambda m, o=options: orlop.AdamW(m.parameters(), lr=1e-3, **o(m)))
+        assert max(abs(a - b) / b for a, b in zip(got, expected, strict=True)) <= 0.01
+
+
+def test_python_time_per_block():
+    """Python adds at most 100 us per block and pass: hooks of a block with one weight and one bias."""
+    model = Model(width=64, blocks=64).cuda()
+    optimizer = orlop.AdamW(model.parameters(), module=model)
+    plain = copy.deepcopy(model)
+
+    def seconds(m, o):
+        best = float("inf")
+        for _ in range(10):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            m(torch.ones(1, 8, device="cuda")).sum().backward()
+            best = min(best, time.perf_counter() - begin)
+            if o:
+                o.step()
+            m.zero_grad()
+        return best
+
+    added = seconds(model, optimizer) - seconds(plain, None)
+    print(f"{added / 64 * 1e6:.1f} us per block, forward and backward together")
+    assert added / 64 <= 2 * 100e-6

@@ -1,0 +1,200 @@
+"""The copies between a device and the optimizer's memory, with a host link in the place of the CUDA one:
+weights that are not the optimizer's memory, gradients that arrive late, uploads after their update."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import orlop  # noqa: E402
+from adam_reference import Reference  # noqa: E402
+from orlop import adamw  # noqa: E402
+
+_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class Late:
+    """Ends when a timer copies the gradient."""
+
+    def __init__(self, host, grad):
+        self.done = threading.Event()
+        self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
+        threading.Timer(0.003, self._copy, (host, grad.clone())).start()
+
+    def _copy(self, host, grad):
+        host.copy_(grad)
+        self.done.set()
+
+    def synchronize(self):
+        assert self.done.wait(30)
+
+
+class HostLink:
+    """The interface of DeviceLink over plain memory; uploads run on a thread of their own, in order."""
+
+    def __init__(self, device):
+        self.pending = []
+        self.uploads = 0
+
+    def pin(self, ranges):
+        self.ranges = ranges
+
+    def unpin(self):
+        self.make_current_stream_wait()
+
+    close = unpin
+
+    def offload(self, grad, host):
+        return Late(host, grad)
+
+    def fence(self, arrival):
+        return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
+
+    def begin_uploads(self):
+        self.make_current_stream_wait()
+
+    def upload(self, native, slot, version):
+        assert any(begin <= native.written_address(slot.index) < begin + size for begin, size in self.ranges)
+        gate = ctypes.c_uint32.from_address(native.written_address(slot.index))
+
+        def copy():
+            while gate.value < version:
+                time.sleep(0.0005)
+            slot.param.data.as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
+
+        self.uploads += 1
+        slot.uploaded = threading.Thread(target=copy)
+        slot.uploaded.start()
+        self.pending.append(slot.uploaded)
+
+    def wait_upload(self, slot):
+        for thread in self.pending:
+            thread.join()
+
+    def make_current_stream_wait(self):
+        for thread in self.pending:
+            thread.join()
+        self.pending.clear()
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """All parameters are treated as those of a device."""
+    monkeypatch.setattr(adamw, "DeviceLink", HostLink)
+    monkeypatch.setattr(orlop.AdamW, "_is_away", staticmethod(lambda p: True))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
+@pytest.mark.parametrize("gradients", ["auto", "stay"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masters_and_weights_equal_the_formula(away, dtype, accumulation, gradients, hidden):
+    """Case N-09: after each step the weights are the rounded masters, all elements."""
+    torch.manual_seed(3)
+    model = torch.nn.ModuleList([torch.nn.Linear(9, 7), torch.nn.Linear(130, 3)]).to(dtype)
+    params = list(model.parameters())
+    references = [Reference(p) for p in params]
+    optimizer = orlop.AdamW(params, lr=1e-2, gradients=gradients, module=model if hidden else None)
+    for _step in range(6):
+        sums = [torch.zeros(p.shape) for p in params]
+        for _ in range(accumulation):
+            targets = [torch.randn(p.shape).to(dtype) for p in params]
+            sum((p * t).sum() for p, t in zip(params, targets, strict=True)).backward()
+            for i, t in enumerate(targets):
+                sums[i] += t.float()
+        if gradients == "auto":
+            assert all(type(p.grad).__name__ == "OffloadedGradient" for p in params)
+        else:
+            sums = [p.grad.clone() for p in params]
+        for gradient, reference in zip(sums, references, strict=True):
+            reference.step(gradient, 1e-2)
+        optimizer.step()
+        optimizer.synchronize()
+        if gradients == "stay":
+            assert all(type(p.grad) is torch.Tensor for p in params)
+        optimizer.zero_grad()
+        for p, reference in zip(params, references, strict=True):
+            assert torch.equal(optimizer.master(p).flatten(), torch.from_numpy(reference.p))
+            rounded = reference.rounded_half_up() if dtype == torch.bfloat16 else reference.p
+            assert torch.equal(p.detach().flatten(), torch.from_numpy(rounded).to(dtype))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_changed_weights_are_noticed(away, dtype):
+    """Case B-09 on a device: an in-place write is where master and next step start."""
+    p = torch.nn.Parameter(torch.linspace(1, 2, 50).to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2)
+    p.sum().backward()
+    optimizer.step()
+    kept = optimizer.master(p)[25:].clone()
+    with torch.no_grad():
+        p[:25].mul_(0.5)
+    changed = p.detach().clone()
+    master = optimizer.master(p)
+    assert torch.equal(master[:25], changed[:25].float())
+    assert torch.equal(master[25:], kept)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(p, changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_resume_is_exact(away, dtype, weights_first):
+    """Cases C-10, C-24, R-08: states go to where the optimizer keeps them, whichever is loaded first."""
+    import copy
+
+    def steps(p, optimizer, first, count):
+        for step in range(first, first + count):
+            (p * torch.randn(40, generator=torch.Generator().manual_seed(step)).to(dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    p = torch.nn.Parameter(torch.linspace(1, 2, 40).to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2)
+    steps(p, optimizer, 0, 5)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+    steps(p, optimizer, 5, 5)
+    fresh = torch.nn.Parameter(torch.zeros(40, dtype=dtype))
+    resumed = orlop.AdamW([fresh], lr=1e-2)
+    for weights_now in (weights_first, not weights_first):
+        if weights_now:
+            with torch.no_grad():
+                fresh.copy_(weights)
+        else:
+            resumed.load_state_dict(saved)
+    steps(fresh, resumed, 5, 5)
+    assert torch.equal(fresh, p)
+    assert torch.equal(resumed.master(fresh), optimizer.master(p))
+
+
+def test_set_master_writes_the_weights(away):
+    p = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    optimizer = orlop.AdamW([p])
+    optimizer.set_master(p, torch.linspace(0, 1, 5))
+    assert torch.equal(p, torch.linspace(0, 1, 5).to(torch.bfloat16))
+    assert torch.equal(optimizer.master(p), torch.linspace(0, 1, 5))
+
+
+def test_model_that_moves_to_the_device_after_the_optimizer(monkeypatch):
+    """States made on the host follow their parameter."""
+    p = torch.nn.Parameter(torch.linspace(1, 2, 40))
+    q = torch.nn.Parameter(p.detach().clone())
+    optimizer, straight = orlop.AdamW([p]), orlop.AdamW([q])
+    for step in range(4):
+        for x, o in ((p, optimizer), (q, straight)):
+            (x * (step + 1)).sum().backward()
+            o.step()
+            o.zero_grad()
+        if step == 1:
+            monkeypatch.setattr(adamw, "DeviceLink", HostLink)
+            monkeypatch.setattr(orlop.AdamW, "_is_away", staticmethod(lambda x: x is p))
+            optimizer._slots[p].device = torch.device("meta")  # anything but where it is
+    assert torch.equal(p, q)
+    assert optimizer._links
