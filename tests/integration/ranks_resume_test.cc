@@ -108,6 +108,45 @@ TEST_F(RanksResume, WithHalvesAndRoundedMoments) {
   }
 }
 
+// The steps that go on meanwhile are those of a run that waits, and so is what is saved.
+TEST_F(RanksResume, SavesInTheBackground) {
+  const std::string model = write_model(TinyFamily::kLlamaTied);
+  const auto run_saving = [&](SaveMode mode, const std::string& run) {
+    RunRecord record;
+    run_engines(3, model, config_for(3, Precision::kBF16), [&](Engine& engine) {
+      for (int64_t step = 1; step <= 6; ++step) {
+        const RunRecord one =
+            run_share(engine, kAllMicroBatches, {.from = step, .until = step, .last = 0});
+        engine.save_checkpoint(run_dir(run), std::to_string(step), 6, mode);
+        if (engine.rank() != 0) continue;
+        record.losses.push_back(one.losses.front());
+        record.norms.push_back(one.norms.front());
+        record.states = one.states;
+      }
+      engine.wait_for_save();
+    });
+    return record;
+  };
+  EXPECT_TRUE(same_bits(run_saving(SaveMode::kWait, "waiting"),
+                        run_saving(SaveMode::kBackground, "beside")));
+  for (const int step : {1, 4, 6}) {
+    for (int rank = 0; rank < 3; ++rank) {
+      const fs::path file = fs::path("step-" + std::to_string(step)) / "optim" /
+                            ("rank-" + std::to_string(rank) + ".safetensors");
+      const SafetensorsReader waiting(fs::path(run_dir("waiting")) / file);
+      const SafetensorsReader beside(fs::path(run_dir("beside")) / file);
+      ASSERT_EQ(waiting.tensors().size(), beside.tensors().size());
+      for (const TensorInfo& tensor : waiting.tensors()) {
+        std::vector<std::byte> expected(tensor.bytes);
+        std::vector<std::byte> found(tensor.bytes);
+        waiting.read(tensor, 0, expected);
+        beside.read(beside.at(tensor.name), 0, found);
+        EXPECT_TRUE(expected == found) << file << ' ' << tensor.name;
+      }
+    }
+  }
+}
+
 // No padding: the files together hold every element once.
 TEST_F(RanksResume, FilesHoldWhatTheirRankHas) {
   const std::string model = write_model(TinyFamily::kLlama);
