@@ -264,7 +264,12 @@ TEST_F(Ranks, KeepAPartOfTheStatesEach) {
   const EngineConfig config = rank_config(Precision::kBF16);
   const size_t whole = Engine::plan(model(), config).state_bytes;
   for (const int ranks : {2, 3, 4}) {
-    const size_t part = Engine::plan(model(), config, ranks).state_bytes;
+    const PlanReport report = Engine::plan(model(), config, ranks);
+    EXPECT_EQ(report.ranks, ranks);
+    EXPECT_EQ(report.tokens_per_step, ranks * Engine::plan(model(), config).tokens_per_step);
+    EXPECT_NE(report.to_text().find("each of " + std::to_string(ranks) + " ranks"),
+              std::string::npos);
+    const size_t part = report.state_bytes;
     const size_t padding = 5u * 128 * 12;  // of each FlatParam less than one granule
     EXPECT_GE(part * static_cast<size_t>(ranks), whole);
     EXPECT_LE(part, whole / static_cast<size_t>(ranks) + padding);
