@@ -130,8 +130,8 @@ def evaluate(engine: _orlop.Engine, batches: list[_orlop.MicroBatch], group: int
 
 
 class FinetuneRun:
-    """One run in one folder. Made, then run() once. Of several ranks, the first prepares the data and tells of
-    the run; all see one folder."""
+    """One run in one folder. Made, then run() once. Of several ranks, the first prepares the data and tells
+    of the run; all see one folder."""
 
     def __init__(self, config: RunConfig, run_dir: Path, ranks: _orlop.Ranks):
         self._config = config
@@ -143,7 +143,8 @@ class FinetuneRun:
         ranks.barrier("data")
         if not self._is_first:
             self._prepare()
-        self._checkpoint = ranks.from_first(find_checkpoint(config.resume, run_dir) if self._is_first else "")
+        found = find_checkpoint(config.resume, run_dir) if self._is_first else ""
+        self._checkpoint = ranks.from_first(found)
         self._saved_step = 0
         if self._is_first:
             (run_dir / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
@@ -186,7 +187,9 @@ class FinetuneRun:
                 engine.start_trace()
             tokens = self._restore(engine) if self._checkpoint else 0
             log = MetricsLog(self._run_dir, engine.steps_done) if self._is_first else NoMetrics()
-            progress = Progress(self._total_steps, self._config.log_every) if self._is_first else NoProgress()
+            progress = NoProgress()
+            if self._is_first:
+                progress = Progress(self._total_steps, self._config.log_every)
             try:
                 return self._train(engine, stop, log, progress, StepRecorder(engine, tokens))
             finally:

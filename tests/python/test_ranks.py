@@ -132,10 +132,26 @@ def test_an_error_of_one_is_an_error_of_all(inputs, tmp_path):
     assert "holds no complete checkpoint" in output
 
 
+def test_gpus_starts_the_processes_itself(inputs, single, tmp_path):
+    process = start(inputs, tmp_path / "run", 1, 2, "--gpus", "3", "--export", "false")
+    code, output = finish(process)
+    assert code == 0, output
+    assert "on 3 ranks" in output
+    assert losses(tmp_path / "run") == pytest.approx(losses(single), rel=1e-5)
+
+
+@pytest.mark.parametrize(("gpus", "environment"), [("0", {}), ("2", {"WORLD_SIZE": "2"})])
+def test_gpus_refuses_what_cannot_be(inputs, tmp_path, gpus, environment):
+    command = [sys.executable, "-m", "orlop", "finetune", "--gpus", gpus, "--device", "host"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"--gpus {'is ' if gpus == '0' else ''}{gpus}" in done.stderr
+
+
 def test_half_an_environment_is_refused(inputs, tmp_path):
     environment = {**os.environ, "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "orlop", "finetune", "--model", str(inputs / "model"), "--device", "host"]
-    command += ["--data", str(inputs / "data.jsonl"), "--output", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "orlop", "finetune", "--device", "host"]
+    command += ["--model", str(inputs / "model"), "--data", str(inputs / "data.jsonl"), "--output", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "RANK and LOCAL_RANK is not set beside" in done.stderr

@@ -12,7 +12,11 @@ SUMMARY = "memory and time of a run, without running it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="for each of N processes on this machine (default 1)"
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for each of N processes on this machine (default 1)",
     )
     add_option_flags(parser)
 
