@@ -235,7 +235,9 @@ class FinetuneRun:
         self._print(f"resumed from {self._checkpoint} (step {engine.steps_done})")
         return tokens
 
-    def _evaluate(self, engine: _orlop.Engine, log: MetricsLog | NoMetrics, progress: Progress | NoProgress) -> float | None:
+    def _evaluate(
+        self, engine: _orlop.Engine, log: MetricsLog | NoMetrics, progress: Progress | NoProgress
+    ) -> float | None:
         if not self._eval_batches:
             return None
         loss = evaluate(engine, self._eval_batches, self._config.accum)

@@ -151,7 +151,8 @@ def test_gpus_refuses_what_cannot_be(inputs, tmp_path, gpus, environment):
 def test_half_an_environment_is_refused(inputs, tmp_path):
     environment = {**os.environ, "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "orlop", "finetune", "--device", "host"]
-    command += ["--model", str(inputs / "model"), "--data", str(inputs / "data.jsonl"), "--output", str(tmp_path / "run")]
+    command += ["--model", str(inputs / "model"), "--data", str(inputs / "data.jsonl")]
+    command += ["--output", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "RANK and LOCAL_RANK is not set beside" in done.stderr
