@@ -12,6 +12,7 @@ void bind_plan(pybind11::module_& module);
 void bind_data(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
 void bind_ranks(pybind11::module_& module);
+void bind_async_file(pybind11::module_& module);
 void bind_tensor_optimizer(pybind11::module_& module);
 
 // A constructor that takes the members of T by keyword; a name that T lacks raises AttributeError.

@@ -151,7 +151,7 @@ void bind_states(py::class_<EngineHandle>& engine) {
           },
           py::arg("step_dir"), Release(), "Reads one step-N folder. Returns its user_state.")
       .def_static("latest_checkpoint", &Engine::latest_checkpoint, py::arg("run_dir"), Release(),
-                  "The newest complete checkpoint of a run, or ''.")
+                  "The complete checkpoint of a run that was written last, or ''.")
       .def(
           "export_hf",
           [](EngineHandle& self, const std::string& out_dir, size_t max_shard_bytes) {

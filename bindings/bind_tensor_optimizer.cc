@@ -222,6 +222,8 @@ void bind_states(py::class_<OptimizerHandle>& optimizer) {
 
 void bind_tensor_optimizer(py::module_& module) {
   bind_values(module);
+  module.def("default_threads", &default_threads,
+             "Threads for host work: OMP_NUM_THREADS, or the physical cores of this process.");
   py::class_<OptimizerHandle> optimizer(module, "TensorOptimizer",
                                         "Adam for tensors that the caller owns; orlop.AdamW is "
                                         "built on it. Addresses are those of host memory.");

@@ -100,6 +100,7 @@ _DOORS = {
     "Adam": ("adamw", "Adam"),
     "AdamW": ("adamw", "AdamW"),
     "GradScaler": ("grad_scaler", "GradScaler"),
+    "deepspeed_compat": ("deepspeed_compat", None),
     "hf": ("hf", None),
 }
 

@@ -19,6 +19,7 @@ from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
 
 _log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_live: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -76,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
         self.steps = 0  # calls of step() that changed something
         self.skipped_steps = 0
         self.step_was_skipped = False  # the last one; the name that Accelerate asks for
+        self.first_bad = ""  # what was not finite in the last step that was left out
         self.grad_norm = None  # of the last step or clipping, before clipping
         self._names = {p: name for name, p in module.named_parameters()} if module is not None else {}
         defaults = {
@@ -98,6 +100,7 @@ class AdamW(torch.optim.Optimizer):
         if module is not None:
             self._gate = ForwardGate(self, module)
             self._hooks[None] = self._gate.handles
+        _live.add(self)
         self._finalizer = weakref.finalize(
             self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
         )
@@ -314,7 +317,7 @@ class AdamW(torch.optim.Optimizer):
         if self._nonfinite == "raise":
             raise errors.NonFiniteError(text)
         self.skipped_steps += 1
-        self._first_bad = bad
+        self.first_bad = text
         if self.skipped_steps in (1, 10, 100, 1000):
             _log.warning("%s; the step was left out, nothing changed (%d so far)", text, self.skipped_steps)
         return False
@@ -413,12 +416,17 @@ class AdamW(torch.optim.Optimizer):
             raise RuntimeError(f"the norm of the gradients is {norm}: that of {bad.name} is not finite")
         factor = max_norm / (norm + 1e-6)
         if not factor >= 1.0:  # NaN too, as in torch
-            for slot, _ in work:
-                if slot.is_away:
-                    slot.scale_gradient(slot.stand_in, factor)
-                else:
-                    slot.param.grad.mul_(factor)
+            self.scale_gradients_(factor)
         return torch.tensor(norm, dtype=torch.float32)
+
+    @torch.no_grad()
+    def scale_gradients_(self, factor):
+        """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
+        for slot, _ in self._gather():
+            if slot.is_away:
+                slot.scale_gradient(slot.stand_in, factor)
+            else:
+                slot.param.grad.mul_(factor)
 
     def _slot_of(self, p):
         if p not in self._slots:
@@ -525,6 +533,11 @@ class Adam(AdamW):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, **options
     ):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def live_optimizers():
+    """Every AdamW of this process that is not gone or closed."""
+    return [optimizer for optimizer in _live if optimizer._finalizer.alive]
 
 
 def _world_size():

@@ -22,6 +22,7 @@ _VERBS = {
     "bench": "bench",
     "doctor": "doctor",
     "plot": "plot",
+    "config": "config",
 }
 _INTERRUPTED = 130
 

@@ -213,7 +213,7 @@ _OPTIONS = (
     Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
     Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
     # Run.
-    Option("resume", str, "auto", "auto, must, never, or a step-N folder", ("resume_from_checkpoint",)),
+    Option("resume", str, "auto", "auto (the complete checkpoint that was written last), must, never, or a step-N folder", ("resume_from_checkpoint",)),
     Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
     Option(
         "async_save",

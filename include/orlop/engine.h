@@ -126,7 +126,8 @@ class ORLOP_EXPORT Engine {
   // wrote it. Returns user_state. All ranks together.
   std::string load_checkpoint(const std::string& step_dir);
 
-  // The newest complete checkpoint of a run, or "".
+  // The newest complete checkpoint of a run, or "". Newest is the one written last: after going
+  // back to an older checkpoint, its successors and not those that were left behind.
   static std::string latest_checkpoint(const std::string& run_dir);
 
   // Writes a complete Hugging Face folder: weights in `dtype` (the model's compute dtype by

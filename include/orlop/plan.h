@@ -49,12 +49,15 @@ struct ORLOP_EXPORT PlanReport {
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone
   double optimizer_seconds = 0;      // the host update alone
+  double forward_flops = 0;          // of all micro-batches, one forward pass
+  double matmul_flop_per_s = 0;      // of large matmuls, as measured here; 0: not measured
   size_t save_bytes = 0;             // of one checkpoint
   double save_seconds = 0;           // to write it
   double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
-      false;  // false: from default bandwidths, not from `orlop doctor --measure`
+      false;            // false: from default bandwidths, not from `orlop doctor --measure`
+  std::string profile;  // the file that holds them, if they are measured
 
   std::string to_text() const;  // the table that `orlop plan` prints
   std::string to_json() const;

@@ -61,15 +61,6 @@ std::vector<ManifestFile> gather_files(Communicator& ranks, const ManifestFile& 
   return files;
 }
 
-// Those of a run that was left behind by going back to an older checkpoint. They do not push out
-// what was just written.
-size_t newer_checkpoints(const fs::path& root, int64_t step) {
-  const std::vector<CheckpointEntry> entries = list_checkpoints(root);
-  return static_cast<size_t>(
-      std::count_if(entries.begin(), entries.end(),
-                    [&](const CheckpointEntry& entry) { return entry.step > step; }));
-}
-
 }  // namespace
 
 fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, StateStore& states,
@@ -91,8 +82,7 @@ fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, 
   on_all_ranks(ranks, "checkpoint, manifest", [&] {
     if (ranks.rank() != 0) return;
     commit_checkpoint(place.root, manifest);
-    const size_t newer = newer_checkpoints(place.root, training.steps);
-    prune_checkpoints(place.root, std::max(place.keep, newer + 1));
+    prune_checkpoints(place.root, place.keep);
   });
   return checkpoint_folder(place.root, training.steps);
 }

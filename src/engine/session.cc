@@ -53,18 +53,16 @@ void agree_before(Planning& planning, Communicator& ranks) {
   budgets.device_bytes = least_over_ranks(ranks, "device budget", budgets.device_bytes);
   budgets.host_bytes = least_over_ranks(ranks, "host budget", budgets.host_bytes);
   HardwareProfile& profile = planning.profile;
-  std::array<double, 7> figures = {profile.matmul_flop_per_s,   profile.upload_bytes_per_s,
-                                   profile.offload_bytes_per_s, profile.device_bytes_per_s,
-                                   profile.host_bytes_per_s,    profile.collective_bytes_per_s,
-                                   profile.launch_seconds};
-  ranks.broadcast_values(std::as_writable_bytes(std::span(figures)), 0, "hardware profile");
-  profile.matmul_flop_per_s = figures[0];
-  profile.upload_bytes_per_s = figures[1];
-  profile.offload_bytes_per_s = figures[2];
-  profile.device_bytes_per_s = figures[3];
-  profile.host_bytes_per_s = figures[4];
-  profile.collective_bytes_per_s = figures[5];
-  profile.launch_seconds = figures[6];
+  const std::array<double*, 9> figures = {
+      &profile.matmul_flop_per_s,     &profile.upload_bytes_per_s,
+      &profile.offload_bytes_per_s,   &profile.device_bytes_per_s,
+      &profile.host_bytes_per_s,      &profile.collective_bytes_per_s,
+      &profile.nvme_read_bytes_per_s, &profile.nvme_write_bytes_per_s,
+      &profile.launch_seconds};
+  std::array<double, 9> values{};
+  for (size_t i = 0; i < values.size(); ++i) values[i] = *figures[i];
+  ranks.broadcast_values(std::as_writable_bytes(std::span(values)), 0, "hardware profile");
+  for (size_t i = 0; i < values.size(); ++i) *figures[i] = values[i];
 }
 
 // Ranks with other models, configurations or devices would wait for each other in vain.
@@ -128,7 +126,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.budgets.host_bytes = config.limits.host_bytes.value_or(static_cast<size_t>(
                                     static_cast<double>(available_host_bytes()) * kHostShare)) /
                                 static_cast<size_t>(ranks.local);
-  planning.profile = load_profile(info.name, info.is_host, planning.threads);
+  planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
   if (ranks.ranks != nullptr && ranks.world_size > 1) agree_before(planning, *ranks.ranks);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);

@@ -108,11 +108,15 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  for (const double flops : input.forward_flops)
+    report.forward_flops += flops * input.micro_batches;
+  if (profile.is_measured) report.matmul_flop_per_s = profile.matmul_flop_per_s;
   const SaveSimulation save = simulate_save(input, plan, profile);
   report.save_bytes = save.bytes;
   report.save_seconds = save.seconds;
   report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
+  report.profile = profile.source;
   return report;
 }
 
@@ -138,10 +142,11 @@ std::string PlanReport::to_text() const {
                         format_bytes(line.bytes));
   }
   text += fmt::format(
-      "  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
-      step_seconds, time_is_measured ? "measured" : "typical",
-      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
-      optimizer_seconds);
+      "  step {:.3f} s predicted: {:.0f} tokens/s; host update {:.3f} s\n  predicted from {}\n",
+      step_seconds, step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+      optimizer_seconds,
+      time_is_measured ? profile
+                       : "typical figures; `orlop doctor --measure` finds this machine's");
   for (const PlanLane& lane : lanes) {
     text += fmt::format("  {:9} busy {:8.3f} s", lane.queue, lane.busy_seconds);
     if (lane.queue != "compute")
@@ -176,10 +181,12 @@ std::string PlanReport::to_json() const {
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
+                             {"forward_flops", forward_flops},
                              {"save_bytes", save_bytes},
                              {"save_seconds", save_seconds},
                              {"save_stall_seconds", save_stall_seconds},
-                             {"time_is_measured", time_is_measured}};
+                             {"time_is_measured", time_is_measured},
+                             {"profile", profile}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(
         {{"tier", tier_name(line.tier)}, {"purpose", line.purpose}, {"bytes", line.bytes}});

@@ -129,19 +129,25 @@ TEST_F(Resume, GoesBackInTheProcessThatSaved) {
   EXPECT_TRUE(same_bits(expected, run(*engine, next)));
 }
 
-// The checkpoints of a run that was left behind by going back are newer by number.
-TEST_F(Resume, KeepsWhatItJustSaved) {
+// The checkpoints of a run that was left behind by going back have larger numbers.
+TEST_F(Resume, TheNewestIsTheOneThatWasSavedLast) {
   const auto engine =
       Engine::open(write_model(TinyFamily::kLlama), tiny_engine_config(Precision::kF32));
   run(*engine, {.until = 1});
   const std::string early = engine->save_checkpoint(run_dir(), "", 2);
   run(*engine, {.from = 2, .until = 4});
-  engine->save_checkpoint(run_dir(), "", 2);
+  const std::string left = engine->save_checkpoint(run_dir(), "", 2);
   engine->load_checkpoint(early);
   run(*engine, {.from = 2, .until = 2});
-  const std::string saved = engine->save_checkpoint(run_dir(), "after going back", 1);
+  const std::string saved = engine->save_checkpoint(run_dir(), "after going back", 2);
+  EXPECT_EQ(Engine::latest_checkpoint(run_dir()), saved);
   EXPECT_EQ(engine->load_checkpoint(saved), "after going back");
-  EXPECT_FALSE(fs::exists(early));
+  EXPECT_FALSE(fs::exists(early)) << "two are kept";
+  EXPECT_TRUE(fs::exists(left));
+  run(*engine, {.from = 3, .until = 4});
+  EXPECT_EQ(engine->save_checkpoint(run_dir(), "again", 1), left) << "the same step";
+  EXPECT_EQ(engine->load_checkpoint(Engine::latest_checkpoint(run_dir())), "again");
+  EXPECT_FALSE(fs::exists(saved));
 }
 
 TEST_F(Resume, AfterAKillAtAnyMomentLosesAtMostTheStepsSinceTheLastSave) {

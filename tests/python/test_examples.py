@@ -21,9 +21,9 @@ def code_lines(name):
     return [line for line in body.splitlines() if line.strip()]
 
 
-def changed_lines(name):
-    """Lines of the changed form that the plain loop does not have."""
-    diff = difflib.unified_diff(code_lines("plain_loop.py"), code_lines(name), lineterm="", n=0)
+def changed_lines(before, after):
+    """Lines of the changed form that the first form does not have."""
+    diff = difflib.unified_diff(code_lines(before), code_lines(after), lineterm="", n=0)
     return [line for line in diff if line.startswith("+") and not line.startswith("+++")]
 
 
@@ -45,9 +45,12 @@ def plain():
     return losses("plain_loop.py")
 
 
-@pytest.mark.parametrize(("name", "limit"), [("optimizer_door.py", 2)])
-def test_example(name, limit, plain):
-    assert len(changed_lines(name)) <= limit, changed_lines(name)
+@pytest.mark.parametrize(
+    ("before", "name", "limit"),
+    [("plain_loop.py", "optimizer_door.py", 2), ("deepspeed_loop.py", "deepspeed_door.py", 1)],
+)
+def test_example(before, name, limit, plain):
+    assert len(changed_lines(before, name)) <= limit, changed_lines(before, name)
     got = losses(name)
     assert len(got) == len(plain) == 30
     assert plain[-1] < 0.7 * plain[0]

@@ -1,0 +1,127 @@
+"""Checkpoints of the engine: safetensors and JSON, readable without Orlop, complete or not there at all.
+
+DIR/latest                    the newest tag
+DIR/TAG/model.safetensors     weights and persistent buffers; a shared tensor once
+DIR/TAG/optimizer.safetensors NAME.exp_avg, NAME.exp_avg_sq, NAME.master_lo or NAME.master
+DIR/TAG/state.json            everything else, and the bytes of the two files
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import errors
+
+FORMAT = 1
+
+
+def _safetensors():
+    import safetensors.torch
+
+    return safetensors.torch
+
+
+def split_shared(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(each tensor once and contiguous, name -> name of the one it is)."""
+    first: dict[tuple, str] = {}
+    kept, shared = {}, {}
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel() > 0 and key in first:
+            shared[name] = first[key]
+        else:
+            first[key] = name
+            kept[name] = tensor.detach().cpu().contiguous()
+    storages: set[int] = set()
+    for name, tensor in kept.items():  # views of one buffer are written apart
+        address = tensor.untyped_storage().data_ptr()
+        if tensor.numel() > 0 and (address in storages or tensor.untyped_storage().nbytes() > tensor.nbytes):
+            kept[name] = tensor.clone()
+        storages.add(address)
+    return kept, shared
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    _sync(beside)
+    beside.replace(path)
+
+
+def recover(folder: Path) -> None:
+    """Puts back a checkpoint that a save of the same tag had set aside when it was killed."""
+    for aside in folder.glob("*.old.tmp"):
+        home = aside.with_name(aside.name.removesuffix(".old.tmp"))
+        if not home.exists():
+            aside.rename(home)
+
+
+def write(folder: Path, tag: str, model: dict, optimizer: dict, state: dict[str, Any], latest: bool) -> Path:
+    """Writes DIR/TAG beside the old one, then puts it in its place, then moves `latest`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recover(folder)
+    partial, final = folder / f"{tag}.tmp", folder / tag
+    for left_over in folder.glob("*.tmp"):
+        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+    partial.mkdir()
+    weights, state["shared"] = split_shared(model)
+    for name, tensors in (("model", weights), ("optimizer", optimizer)):
+        _safetensors().save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
+        _sync(partial / f"{name}.safetensors")
+    state["bytes"] = {path.name: path.stat().st_size for path in sorted(partial.glob("*.safetensors"))}
+    try:
+        text = json.dumps({"format": FORMAT, **state}, indent=1)
+    except TypeError as error:
+        shutil.rmtree(partial)
+        raise errors.UsageError(f"client_state holds what JSON cannot: {error}") from None
+    _write_text(partial / "state.json", text)
+    _sync(partial)
+    if final.exists():
+        old = folder / f"{tag}.old.tmp"
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old)
+    else:
+        partial.rename(final)
+    _sync(folder)
+    if latest:
+        _write_text(folder / "latest", tag)
+        _sync(folder)
+    return final
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """state.json of a complete checkpoint; raises InvalidDataError that says what is wrong."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise errors.InvalidDataError(f"{path}: no checkpoint of deepspeed_compat: {error}") from None
+    if state.get("format") != FORMAT:
+        raise errors.InvalidDataError(f"{path}: format {state.get('format')}, this version reads {FORMAT}")
+    for name, size in state["bytes"].items():
+        found = (path / name).stat().st_size if (path / name).exists() else "no"
+        if found != size:
+            raise errors.InvalidDataError(f"{path / name}: {found} bytes, {size} were written")
+    return state
+
+
+def read_tensors(path: Path, state: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
+    tensors = _safetensors().load_file(path / f"{name}.safetensors")
+    if name == "model":
+        tensors |= {alias: tensors[first] for alias, first in state["shared"].items()}
+    return tensors

@@ -1,0 +1,424 @@
+"""DeepSpeedEngine: forward, backward and step around a model and orlop.AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from .. import _orlop, errors
+from ..adamw import AdamW, live_optimizers
+from ..deepspeed_config import DeepSpeedConfig, explain
+from . import checkpoint
+from .loss_scaler import LossScaler
+from .monitor import make_monitors
+from .ops.adam import DeepSpeedCPUAdam
+from .schedules import make_scheduler
+
+_log = logging.getLogger("orlop")
+_ZERO = "zero_optimization"
+
+
+def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
+    """Of orlop.AdamW, from the configuration. Gradients leave, so that micro-batches are summed in fp32 and
+    loss scale and clipping are one multiplication in fp32."""
+    low = config["data_types.grad_accum_dtype"] in ("bf16", "fp16") and not config["fp16.enabled"]
+    hidden = config[f"{_ZERO}.overlap_comm"]
+    if hidden is None:
+        hidden = config[f"{_ZERO}.stage"] == 3
+    checked = config["fp16.enabled"] or config["bf16.check_grad_overflow"]
+    options = {
+        "gradients": "stay" if low else "leave",
+        "nonfinite": "skip" if checked else "apply",
+        "moments": "bf16" if config["bf16.bf16_optimizer_states"] else "fp32",
+        "module": model if hidden else None,
+    }
+    share = f"{_ZERO}.offload_optimizer.cpuadam_cores_perc"
+    if any(finding.path == share for finding in config.findings):
+        options["threads"] = max(1, round(config[share] * _orlop.default_threads()))
+    return options
+
+
+def _make_optimizer(config, model, optimizer, parameters):
+    if parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    options = _optimizer_options(config, model)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    if isinstance(optimizer, AdamW):
+        optimizer._gradients = options["gradients"]
+        optimizer._follow_moves()
+        return optimizer
+    if optimizer is not None:
+        return AdamW.from_torch(optimizer, **options)
+    if config["optimizer.type"] is None:
+        return None
+    return DeepSpeedCPUAdam(
+        parameters,
+        lr=config["optimizer.params.lr"],
+        betas=config["optimizer.params.betas"],
+        eps=config["optimizer.params.eps"],
+        weight_decay=config["optimizer.params.weight_decay"],
+        adamw_mode=config["optimizer.type"].lower() == "adamw" or config["optimizer.params.adam_w_mode"],
+        **options,
+    )
+
+
+def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) -> DeepSpeedEngine:
+    """An engine as initialize() returns it."""
+    if config["log_level"]:
+        _log.setLevel(config["log_level"].upper())
+    if config["dump_state"]:
+        print("\n".join(explain(config)), flush=True)
+    dtype = torch.float16 if config["fp16.enabled"] else torch.bfloat16 if config["bf16.enabled"] else None
+    if dtype is not None:
+        model.to(dtype)
+    optimizer = _make_optimizer(config, model, optimizer, parameters)
+    if callable(scheduler) and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        scheduler = scheduler(optimizer)
+    elif scheduler is None and config["scheduler.type"] and optimizer is not None:
+        scheduler = make_scheduler(config, optimizer)
+    return DeepSpeedEngine(model, config, optimizer, scheduler)
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """Made by initialize(). Attributes: module, optimizer, lr_scheduler, global_steps, global_samples,
+    micro_steps, skipped_steps."""
+
+    def __init__(self, module, config, optimizer, lr_scheduler):
+        super().__init__()
+        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
+        self.config = config
+        self.loss_scaler = LossScaler(config)
+        self.monitors = make_monitors(config)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.local_rank, self.global_rank, self.world_size = 0, 0, 1
+        self._boundary: bool | None = None
+        self._applied = False
+        self._norm = None
+        self._loss = None
+        self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
+        self._accumulation = config["gradient_accumulation_steps"] or 1
+        if optimizer is not None:
+            optimizer.overflow = False
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self, name):
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - begin
+
+    def forward(self, *inputs, **kwargs):
+        with self._timed("forward"), self._autocast():
+            if self.config["fp16.auto_cast"]:
+                inputs = [_to_half(value) for value in inputs]
+                kwargs = {key: _to_half(value) for key, value in kwargs.items()}
+            return self.module(*inputs, **kwargs)
+
+    def _autocast(self):
+        if not self.config["torch_autocast.enabled"]:
+            return contextlib.nullcontext()
+        dtype = getattr(torch, self.config["torch_autocast.dtype"])
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Divides by the accumulation, multiplies by the loss scale, runs backward. Returns the loss."""
+        divided = loss
+        if scale_wrt_gas and self._manages_accumulation():
+            divided = loss / self._accumulation
+        self._loss = loss.detach()
+        with self._timed("backward"):
+            (divided * self.loss_scaler.scale).backward(retain_graph=retain_graph)
+        return divided
+
+    def scale(self, loss):
+        """The loss that a caller's own backward() is to start from."""
+        return loss * (self.loss_scaler.scale / self._accumulation)
+
+    def step(self, lr_kwargs=None):
+        """Ends a micro-batch; at the boundary of the accumulation clips, updates and clears gradients."""
+        self._applied = False
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() or 1
+        if not boundary:
+            return
+        with self._timed("step"):
+            self._update(lr_kwargs or {})
+        self.global_steps += 1
+        self._report()
+
+    def _update(self, lr_kwargs):
+        optimizer = self._required_optimizer()
+        if not self.config[f"{_ZERO}.ignore_unused_parameters"]:
+            for name, p in self.module.named_parameters():
+                if p.requires_grad and p.grad is None:
+                    raise errors.UsageError(f"{name} got no gradient, and ignore_unused_parameters is false")
+        if self.loss_scaler.scale != 1.0:
+            optimizer.scale_gradients_(1.0 / self.loss_scaler.scale)
+        clip = self.config["gradient_clipping"]
+        self._norm = None
+        if clip > 0:
+            norm = float(optimizer.clip_grad_norm_(clip))
+        optimizer.step()
+        self._norm = norm if clip > 0 else optimizer.grad_norm
+        overflow = optimizer.step_was_skipped
+        optimizer.overflow = overflow
+        optimizer.zero_grad()
+        self.skipped_steps += overflow
+        self._applied = not overflow
+        self.loss_scaler.update(overflow, optimizer.first_bad)
+        if self.lr_scheduler is not None and not overflow:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _report(self):
+        events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)] if self.optimizer else []
+        if self._loss is not None:
+            events.insert(0, ("Train/Samples/train_loss", float(self._loss), self.global_samples))
+        if self.loss_scaler.dynamic:
+            events.append(("Train/Samples/loss_scale", self.loss_scaler.scale, self.global_samples))
+        for monitor in self.monitors:
+            monitor.write_events(events)
+        every = self.config["steps_per_print"]
+        if not every or self.global_steps % every:
+            return
+        line = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}"
+        if self.config["wall_clock_breakdown"]:
+            line += "".join(f", {name}={1e3 * seconds:.1f} ms" for name, seconds in self._seconds.items())
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
+        if self.config["memory_breakdown"]:
+            line += f", host bytes={self.optimizer.memory_report()}"
+        print(line, flush=True)
+
+    def add_monitor(self, monitor):
+        """`monitor.write_events([(tag, value, samples), ...])` is called after every step."""
+        self.monitors.append(monitor)
+
+    def zero_grad(self, set_to_none=True):
+        self._required_optimizer().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """One rank: there is nothing to leave out."""
+        yield
+
+    # --- accumulation and numbers ---------------------------------------------------------------
+
+    def _manages_accumulation(self):
+        return self.config["managed_gradient_accumulation"]
+
+    def is_gradient_accumulation_boundary(self):
+        if self._boundary is not None:
+            return self._boundary
+        return not self._manages_accumulation() or (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        self._boundary = bool(is_boundary)
+
+    def gradient_accumulation_steps(self):
+        return self._accumulation
+
+    def train_batch_size(self):
+        return (self.train_micro_batch_size_per_gpu() or 1) * self._accumulation
+
+    def set_train_batch_size(self, train_batch_size):
+        """Changes the accumulation; the micro batch stays."""
+        micro = self.train_micro_batch_size_per_gpu() or 1
+        if train_batch_size < micro or train_batch_size % micro:
+            raise errors.UsageError(
+                f"train_batch_size {train_batch_size} is no multiple of the micro batch {micro}"
+            )
+        self._accumulation = train_batch_size // micro
+
+    def train_micro_batch_size_per_gpu(self):
+        return self.config["train_micro_batch_size_per_gpu"]
+
+    def gradient_clipping(self):
+        return self.config["gradient_clipping"]
+
+    def zero_optimization_stage(self):
+        return self.config[f"{_ZERO}.stage"]
+
+    def get_global_grad_norm(self):
+        """Of the last step, before clipping, of the unscaled gradients; None before the first."""
+        return self._norm
+
+    def get_lr(self):
+        return [group["lr"] for group in self._required_optimizer().param_groups]
+
+    def was_step_applied(self):
+        return self._applied
+
+    @property
+    def device(self):
+        return next(self.module.parameters()).device
+
+    def _required_optimizer(self):
+        if self.optimizer is None:
+            raise errors.UsageError(
+                "this engine has no optimizer: the configuration names none and none was given"
+            )
+        return self.optimizer
+
+    def deepspeed_io(self, dataset, collate_fn=None):
+        """A loader of micro-batches."""
+        size = self.train_micro_batch_size_per_gpu()
+        if size is None:
+            raise errors.UsageError("training_data needs train_micro_batch_size_per_gpu or train_batch_size")
+        return torch.utils.data.DataLoader(
+            dataset, batch_size=size, collate_fn=collate_fn, drop_last=self.config["dataloader_drop_last"]
+        )
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
+                        exclude_frozen_parameters=False):  # fmt: skip
+        """Writes SAVE_DIR/TAG; client_state is what JSON can hold. Returns True."""
+        optimizer = self._required_optimizer()
+        tag = tag or f"global_step{self.global_steps}"
+        state = {
+            "client_state": client_state or {},
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+        }
+        names = {p: name for name, p in self.module.named_parameters()}
+        tensors, state["optimizer"] = _pack(optimizer, names)
+        model = self.module_state_dict(exclude_frozen_parameters)
+        checkpoint.write(Path(save_dir), str(tag), model, tensors, state, save_latest)
+        return True
+
+    def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+                        load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):  # fmt: skip
+        """(path, client_state), or (None, {}) when no checkpoint is there and no tag was given."""
+        folder = Path(load_dir)
+        checkpoint.recover(folder)
+        if tag is None:
+            if not (folder / "latest").exists():
+                _log.warning("%s holds no checkpoint: nothing was loaded", folder)
+                return None, {}
+            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        path = folder / str(tag)
+        state = checkpoint.read_state(path)
+        weights = checkpoint.read_tensors(path, state, "model")
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            self.load_module_state_dict(weights, strict=load_module_strict)
+        if load_module_only:
+            return str(path), state["client_state"]
+        if load_optimizer_states:
+            names = {name: p for name, p in self.module.named_parameters()}
+            tensors = checkpoint.read_tensors(path, state, "optimizer")
+            keep_masters = self.config[f"{_ZERO}.load_from_fp32_weights"]
+            _unpack(self._required_optimizer(), names, tensors, state["optimizer"], keep_masters)
+        if load_lr_scheduler_states and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
+            setattr(self, name, state[name])
+        self.loss_scaler.load_state_dict(state["loss_scaler"])
+        return str(path), state["client_state"]
+
+    def module_state_dict(self, exclude_frozen_parameters=False):
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        state = self.module.state_dict()
+        return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+
+    def load_module_state_dict(self, state_dict, strict=True):
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        """The weights as they are trained, in one file; .safetensors or torch's format by the name."""
+        path = Path(save_dir) / save_filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = self.module_state_dict(exclude_frozen_parameters)
+        if path.suffix == ".safetensors":
+            import safetensors.torch
+
+            kept, _ = checkpoint.split_shared(state)
+            safetensors.torch.save_file(kept, path, metadata={"format": "pt"})
+        else:
+            torch.save({name: value.cpu() for name, value in state.items()}, path)
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        return {
+            name: value.cpu() for name, value in self.module_state_dict(exclude_frozen_parameters).items()
+        }
+
+    def zero_gather_16bit_weights_on_model_save(self):
+        return True
+
+    # --- life -----------------------------------------------------------------------------------
+
+    def offload_states(self, *_, **__):
+        """States are in host memory already."""
+
+    def reload_states(self, *_, **__):
+        """States stay in host memory."""
+
+    def empty_partition_cache(self):
+        """There is none."""
+
+    def compile(self, *args, **kwargs):
+        self.module.compile(*args, **kwargs)
+
+    def destroy(self):
+        """Ends updates and gives the host memory back."""
+        if self.optimizer in live_optimizers():
+            self.optimizer.close()
+
+
+def _to_half(value):
+    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _pack(optimizer, names):
+    """(tensors by NAME.key, what JSON holds) of an optimizer's state."""
+    tensors, steps = {}, {}
+    optimizer.synchronize()
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if key == "step":
+                steps[names[p]] = int(value)
+            elif isinstance(value, torch.Tensor):
+                tensors[f"{names[p]}.{key}"] = value.contiguous()
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        groups.append({**plain, "params": [names[p] for p in group["params"]]})
+    return tensors, {"steps": steps, "param_groups": groups}
+
+
+def _unpack(optimizer, params, tensors, saved, keep_masters):
+    """Loads what _pack() gave, by name; raises InvalidDataError listing names that differ."""
+    here = {p: name for name, p in params.items()}
+    present = [[here[p] for p in group["params"]] for group in optimizer.param_groups]
+    stored = [group["params"] for group in saved["param_groups"]]
+    if present != stored:
+        missing = sorted({n for g in present for n in g} - {n for g in stored for n in g})
+        extra = sorted({n for g in stored for n in g} - {n for g in present for n in g})
+        raise errors.InvalidDataError(
+            f"the optimizer of the checkpoint has other parameters: missing there {missing}, only there {extra}"
+            + ("" if missing or extra else "; groups or their order differ")
+        )
+    index = {name: i for i, name in enumerate(name for group in stored for name in group)}
+    states = {index[name]: {"step": float(step)} for name, step in saved["steps"].items()}
+    for key, tensor in tensors.items():
+        name, kind = key.rsplit(".", 1)
+        if keep_masters or kind not in ("master", "master_lo"):
+            states[index[name]][kind] = tensor
+    groups = [{**group, "params": [index[n] for n in group["params"]]} for group in saved["param_groups"]]
+    for group in groups:
+        group["betas"] = tuple(group["betas"])
+    optimizer.load_state_dict({"state": states, "param_groups": groups})

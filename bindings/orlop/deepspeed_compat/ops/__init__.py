@@ -1,0 +1,5 @@
+"""deepspeed.ops: the CPU optimizer and asynchronous file access."""
+
+from . import adam, aio
+
+__all__ = ["adam", "aio"]

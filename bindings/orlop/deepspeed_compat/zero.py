@@ -1,0 +1,62 @@
+"""deepspeed.zero on one rank, where every parameter is whole."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ..adamw import live_optimizers
+from ..deepspeed_config import DeepSpeedConfig
+
+
+class Init(contextlib.AbstractContextManager):
+    """Builds modules in the configured 16-bit dtype, so that fp32 weights never exist."""
+
+    def __init__(self, module=None, data_parallel_group=None, mem_efficient_linear=True, remote_device=None,
+                 pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None, **_):  # fmt: skip
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if dtype is None and source is not None:
+            read = DeepSpeedConfig.read(source)
+            dtype = (
+                torch.bfloat16 if read["bf16.enabled"] else torch.float16 if read["fp16.enabled"] else None
+            )
+        self.dtype, self.enabled = dtype, enabled
+        if module is not None and enabled and dtype is not None:
+            module.to(dtype)
+
+    def __enter__(self):
+        self._before = torch.get_default_dtype()
+        if self.enabled and self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *_):
+        torch.set_default_dtype(self._before)
+
+
+class GatheredParameters(contextlib.AbstractContextManager):
+    """Complete parameters to read and to write: updates under way end first."""
+
+    def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
+        self.enabled = enabled
+
+    def __enter__(self):
+        if self.enabled:
+            for optimizer in live_optimizers():
+                optimizer.synchronize()
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+def register_external_parameter(module, parameter):
+    """Nothing to do: every parameter is whole wherever it is used."""
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model):
+    """The plain module, complete."""
+    with GatheredParameters(()):
+        yield getattr(model, "module", model)

@@ -1,0 +1,308 @@
+"""Reads a DeepSpeed configuration and says what every key of it becomes. Needs no torch."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import difflib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import deepspeed_keys as table
+from .errors import UsageError
+from .hjson_reader import read_hjson
+
+_ZERO = "zero_optimization"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one key: grade A, B, R, "-" (a comment) or "?" (unknown)."""
+
+    path: str
+    value: Any
+    grade: str
+    text: str
+
+
+class DeepSpeedConfig:
+    """Effective values by dotted path, and a Finding for every key that was given."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, world_size: int = 1):
+        self.source = source
+        self.findings: list[Finding] = []
+        given = dict(_flatten(self._normalised(dict(values))))
+        compat = given.get("compat")
+        if compat not in (None, "auto", "0.18"):
+            raise UsageError(f'{source}: compat is {compat!r}; only "0.18" is known')
+        self._values = {path: key.default for path, key in table.KEYS.items()}
+        if compat == "0.18":
+            self._values.update(table.DEFAULTS_018)
+        self._strict = given.get("strict") is True
+        for path, value in given.items():
+            self._take(path, value)
+        self._check_choices()
+        self._settle_batch(world_size)
+
+    def __getitem__(self, path: str) -> Any:
+        return self._values[path]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self._values)
+
+    def scheduler_params(self) -> dict[str, Any]:
+        known = table.SCHEDULERS[self["scheduler.type"]]
+        return {**known, **{k: v for k, v in self["scheduler.params"].items() if v != "auto"}}
+
+    # --- reading --------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, source: Any, world_size: int = 1) -> DeepSpeedConfig:
+        """From a mapping, a path, or the base64url text of a JSON object."""
+        if isinstance(source, DeepSpeedConfig):
+            return source
+        if isinstance(source, Mapping):
+            return cls(source, "config", world_size)
+        if not isinstance(source, (str, os.PathLike)):
+            raise UsageError(f"config: a path, a dict or base64 text is needed, not {type(source).__name__}")
+        path = Path(source)
+        try:
+            return cls(read_hjson(path.read_text(encoding="utf-8"), str(path)), str(path), world_size)
+        except OSError as error:
+            decoded = _decode(str(source))
+            if decoded is None:
+                raise UsageError(f"{source}: cannot be read: {error.strerror}") from None
+            return cls(read_hjson(decoded, "config (base64)"), "config (base64)", world_size)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{source}: not UTF-8 text at byte {error.start}") from None
+
+    def _normalised(self, values: dict[str, Any]) -> dict[str, Any]:
+        """One spelling for every key; two spellings of one key are an error that names both."""
+        for old, new in table.RENAMED.items():
+            if "." not in old:
+                _rename(values, old, new, self.source)
+        zero = values.get(_ZERO)
+        if isinstance(zero, bool):
+            values[_ZERO] = {"stage": int(zero)}
+            self.findings.append(Finding(_ZERO, zero, "A", f"deprecated: stage {int(zero)}"))
+        elif isinstance(zero, Mapping):
+            values[_ZERO] = self._normalised_zero(dict(zero))
+        return values
+
+    def _normalised_zero(self, zero: dict[str, Any]) -> dict[str, Any]:
+        for key in list(zero):
+            if f"{_ZERO}.stage3_{key}" in table.KEYS:
+                _rename(zero, key, f"stage3_{key}", self.source)
+        old = "stage3_gather_fp16_weights_on_model_save"
+        _rename(zero, old, "stage3_gather_16bit_weights_on_model_save", self.source)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if old not in zero:
+                continue
+            wanted = zero.pop(old)
+            if new in zero:
+                raise UsageError(f"{self.source}: {_ZERO}.{old} and {_ZERO}.{new} mean the same; give one")
+            if wanted is True:
+                zero[new] = {"device": "cpu"}
+            self.findings.append(Finding(f"{_ZERO}.{old}", wanted, "A", f"deprecated: {new}.device"))
+        if "cpu_offload_use_pin_memory" in zero:
+            zero.pop("cpu_offload_use_pin_memory")
+        for section in ("offload_optimizer", "offload_param"):
+            if zero.get(section, 0) is None:
+                zero.pop(section)
+        return zero
+
+    def _take(self, path: str, value: Any) -> None:
+        name = path.rsplit(".", 1)[-1]
+        if any(part.startswith(("_", "#", "//")) or part == "comment" for part in path.split(".")):
+            self.findings.append(Finding(path, value, "-", "a comment"))
+            return
+        section = path.split(".", 1)[0]
+        if section in table.REFUSED_SECTIONS:
+            self._refuse_section(section, path, value)
+            return
+        owner = _container_of(path)
+        if owner is not None:
+            value_of_owner = dict(self._values[owner] or {})
+            value_of_owner[path[len(owner) + 1 :]] = value
+            self._values[owner] = value_of_owner
+            path, value = owner, value_of_owner
+            self.findings = [finding for finding in self.findings if finding.path != owner]
+        key = table.KEYS.get(path)
+        if key is None:
+            self._unknown(path, name, value)
+            return
+        if value == "auto":
+            self.findings.append(Finding(path, value, key.grade, f"default: {self._values[path]!r}"))
+            return
+        value = _parse(path, key, value, self.source)
+        if key.grade == "R" and value != key.default and value is not None:
+            raise UsageError(f"{self.source}: {path} = {value!r} is refused: {key.note}")
+        self._values[path] = value
+        self.findings.append(Finding(path, value, key.grade, key.note))
+
+    def _refuse_section(self, section: str, path: str, value: Any) -> None:
+        asks = value not in (False, None, 0, "auto") if path in (section, f"{section}.enabled") else False
+        if section in ("compile", "amp") and path != f"{section}.enabled":
+            asks = value is True
+        if asks:
+            raise UsageError(f"{self.source}: {path} is refused: {table.REFUSED_SECTIONS[section]}")
+        self.findings.append(Finding(path, value, "R", "off, as is everything of this section"))
+
+    def _unknown(self, path: str, name: str, value: Any) -> None:
+        names = {known.rsplit(".", 1)[-1] for known in table.KEYS} | set(table.REFUSED_SECTIONS)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        if path.startswith(f"{_ZERO}.") or self._strict:
+            raise UsageError(f"{self.source}: unknown key {path!r}{hint}")
+        self.findings.append(Finding(path, value, "?", f"unknown, ignored{hint}"))
+
+    # --- rules between keys ---------------------------------------------------------------------
+
+    def _check_choices(self) -> None:
+        optimizer = self["optimizer.type"]
+        if optimizer is not None and optimizer.lower() not in {name.lower() for name in table.OPTIMIZERS}:
+            raise UsageError(
+                f"{self.source}: optimizer.type = {optimizer!r} is refused: "
+                f"{' and '.join(table.OPTIMIZERS)} are here"
+                + ("" if optimizer in table.REFUSED_OPTIMIZERS else "; the name is not DeepSpeed's either")
+            )
+        scheduler = self["scheduler.type"]
+        if scheduler is not None:
+            if scheduler not in table.SCHEDULERS:
+                raise UsageError(
+                    f"{self.source}: scheduler.type = {scheduler!r} is refused: {', '.join(table.SCHEDULERS)} "
+                    "are here; torch's own schedulers can be given to initialize()"
+                )
+            unknown = set(self["scheduler.params"]) - set(table.SCHEDULERS[scheduler])
+            if unknown:
+                raise UsageError(f"{self.source}: scheduler.params.{min(unknown)} is unknown to {scheduler}")
+        self._check_one_of(f"{_ZERO}.stage", (0, 1, 2, 3))
+        self._check_one_of("torch_autocast.dtype", ("bfloat16", "float16"))
+        self._check_one_of("data_types.grad_accum_dtype", (None, "fp32", "fp16", "bf16"))
+        self._check_one_of("log_level", (None, "debug", "info", "warning", "error", "critical"))
+        if self[f"{_ZERO}.offload_optimizer.device"] == "nvme":
+            raise UsageError(
+                f"{self.source}: {_ZERO}.offload_optimizer.device = 'nvme' is refused: this door keeps optimizer "
+                "states in host memory; use 'cpu', or `orlop finetune`, whose states go to NVMe"
+            )
+        self._check_one_of(f"{_ZERO}.offload_optimizer.device", ("none", "cpu"))
+        if self["fp16.enabled"] and self["bf16.enabled"]:
+            raise UsageError(f"{self.source}: fp16.enabled and bf16.enabled are both true; give one")
+        if self["bf16.bf16_optimizer_states"] and not self["bf16.bf16_master_weights_and_grads"]:
+            raise UsageError(
+                f"{self.source}: bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads, "
+                "as in DeepSpeed"
+            )
+
+    def _check_one_of(self, path: str, known: tuple) -> None:
+        if self[path] not in known:
+            shown = ", ".join(str(value) for value in known if value is not None)
+            raise UsageError(f"{self.source}: {path} = {self[path]!r} is not one of {shown}")
+
+    def _settle_batch(self, world_size: int) -> None:
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        total, micro, steps = (self[name] for name in names)
+        for name in names:
+            if self[name] is not None and self[name] < 1:
+                raise UsageError(f"{self.source}: {name} = {self[name]} is not positive")
+        if total is None and micro is None:
+            if steps is not None:
+                raise UsageError(
+                    f"{self.source}: {names[2]} alone gives no batch; add {names[0]} or {names[1]}"
+                )
+            return
+        if micro is None:
+            steps = steps or 1
+            micro = total / (steps * world_size)
+        elif steps is None:
+            steps = total / (micro * world_size) if total is not None else 1
+        total = micro * steps * world_size if total is None else total
+        if micro != int(micro) or steps != int(steps) or micro * steps * world_size != total:
+            raise UsageError(
+                f"{self.source}: train_batch_size {total} is not train_micro_batch_size_per_gpu "
+                f"{micro:g} * gradient_accumulation_steps {steps:g} * {world_size} ranks"
+            )
+        self._values.update(zip(names, (int(total), int(micro), int(steps)), strict=True))
+
+
+def _decode(text: str) -> str | None:
+    try:
+        return base64.urlsafe_b64decode(text.encode()).decode("utf-8")
+    except (ValueError, UnicodeError):
+        return None
+
+
+def _rename(values: dict[str, Any], old: str, new: str, source: str) -> None:
+    if old not in values:
+        return
+    if new in values:
+        raise UsageError(f"{source}: {old!r} and {new!r} are the same key; give one")
+    values[new] = values.pop(old)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and path not in table.KEYS:
+            yield from _flatten(value, f"{path}.")
+        elif not (isinstance(value, Mapping) and not value):
+            yield path, value
+
+
+def _container_of(path: str) -> str | None:
+    """The key of the table whose value is a mapping that `path` lies in."""
+    parts = path.split(".")
+    for count in range(1, len(parts)):
+        owner = ".".join(parts[:count])
+        if owner in table.KEYS and isinstance(table.KEYS[owner].default, dict):
+            return owner
+    return None
+
+
+def _parse(path: str, key: table.Key, value: Any, source: str) -> Any:
+    kind = key.kind or type(key.default)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if value is None and (key.default is None or dict in kinds):
+        return key.default
+    if isinstance(value, str) and not ({str} & set(kinds)):  # "5e8" in quotes
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and (not math.isfinite(value) or (value < 0 and key.default != -1)):
+        raise UsageError(f"{source}: {path} = {value!r} is no number that can be used here")
+    if int in kinds and number and value == int(value):
+        return int(value)
+    if float in kinds and number:
+        return float(value)
+    if kinds == (list,) and isinstance(value, (list, tuple)):
+        return list(value)
+    if not isinstance(value, kinds) or isinstance(value, bool) != (bool in kinds):
+        names = " or ".join(k.__name__ for k in kinds)
+        raise UsageError(f"{source}: {path} = {value!r}: {names} is needed")
+    return value
+
+
+def explain(config: DeepSpeedConfig) -> list[str]:
+    """One line per given key, the effective batch, and the defaults that people forget."""
+    lines = [f"{config.source}: DeepSpeed configuration, as orlop.deepspeed_compat reads it"]
+    width = max((len(f.path) for f in config.findings), default=0)
+    for finding in sorted(config.findings, key=lambda f: f.path):
+        lines.append(f"  {finding.grade}  {finding.path:<{width}}  {finding.value!r}: {finding.text}")
+    given = {finding.path for finding in config.findings}
+    if config["train_batch_size"]:
+        lines.append(
+            f"batch: {config['train_batch_size']} = {config['train_micro_batch_size_per_gpu']} rows "
+            f"* {config['gradient_accumulation_steps']} micro-batches"
+        )
+    if "gradient_clipping" not in given:
+        lines.append(f"default: gradient_clipping {config['gradient_clipping']} (0 switches it off)")
+    count = {grade: sum(f.grade == grade for f in config.findings) for grade in "ABR?"}
+    lines.append(
+        f"{count['A']} with the same meaning (A), {count['B']} accepted with a note (B), "
+        f"{count['R']} switched off (R), {count['?']} unknown (?)"
+    )
+    return lines

@@ -1,0 +1,566 @@
+"""DeepSpeed's call sequence: every A key changes something, training equals plain PyTorch, checkpoints resume."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import orlop  # noqa: E402
+from orlop import deepspeed_compat as deepspeed  # noqa: E402
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = torch.nn.Linear(6, 20)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(20, 20) for _ in range(2))
+        self.out = torch.nn.Linear(20, 3)
+        self.register_buffer("offset", torch.ones(20))
+
+    def forward(self, x):
+        x = self.inp(x) + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.out(x)
+
+
+@pytest.fixture(autouse=True)
+def usual_log_level():
+    yield
+    logging.getLogger("orlop").setLevel(logging.NOTSET)
+
+
+def make(model=None, client=None, **config):
+    values = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.0, **config}
+    if client is not None:
+        values.pop("optimizer")
+    engine, *_ = deepspeed.initialize(model=model or Net(), optimizer=client, config=values)
+    return engine
+
+
+def data(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 6, generator=generator).to(dtype), torch.randn(4, 3, generator=generator)
+
+
+def train(engine, steps, first=0, factor=1.0):
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(first, first + steps):
+        x, y = data(step, dtype)
+        loss = factor * ((engine(x).float() - y) ** 2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.optimizer.synchronize()
+    return losses
+
+
+def weights(engine):
+    engine.optimizer.synchronize()
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def plain(steps, accumulation=1, clip=0.0, optimizer_class=torch.optim.AdamW):
+    model = Net()
+    optimizer = optimizer_class(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        x, y = data(step)
+        (((model(x) - y) ** 2).mean() / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def assert_close(a, b):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_equals_torch(stage):
+    """Case N-19 on one rank; stage 3 hides the update under the next forward."""
+    engine = make(zero_optimization={"stage": stage, "offload_optimizer": {"device": "cpu"}})
+    assert (engine.optimizer._gate is not None) == (stage == 3)
+    train(engine, 20)
+    assert_close(weights(engine), plain(20))
+
+
+def test_accumulation_and_clipping():
+    engine = make(gradient_accumulation_steps=4, gradient_clipping=0.1)
+    boundaries = []
+    for step in range(16):
+        x, y = data(step)
+        engine.backward(((engine(x) - y) ** 2).mean())
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+        assert engine.was_step_applied() == boundaries[-1]
+    assert boundaries == [False, False, False, True] * 4
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (4, 16, 64)
+    assert engine.get_global_grad_norm() > 0.1
+    assert_close(weights(engine), plain(16, 4, 0.1))
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (16, 4)
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "callable", "ours", "compat"])
+def test_optimizer_of_the_client(kind):
+    model = Net()
+    arguments = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = {
+        "torch": lambda: torch.optim.AdamW(model.parameters(), **arguments),
+        "callable": lambda: lambda params: torch.optim.AdamW(params, **arguments),
+        "ours": lambda: orlop.AdamW(model.parameters(), **arguments),
+        "compat": lambda: deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **arguments),
+    }[kind]()
+    engine = make(model, optimizer)
+    train(engine, 10)
+    assert_close(weights(engine), plain(10))
+    with pytest.raises(orlop.UsageError, match="SGD"):
+        make(Net(), lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_deepspeed_cpu_adam(mode):
+    """Case N-02: adamw_mode; and moments in bf16."""
+    model = Net()
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
+        model.parameters(), lr=1e-2, weight_decay=0.1, adamw_mode=mode
+    )
+    for step in range(10):
+        x, y = data(step)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = plain(10, optimizer_class=torch.optim.AdamW if mode else torch.optim.Adam)
+    assert_close([p.detach() for p in model.parameters()], expected)
+    for option in ({"amsgrad": True}, {"bias_correction": False}):
+        with pytest.raises(orlop.UsageError, match=next(iter(option))):
+            deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **option)
+    half = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
+    assert half.memory_report()["moments"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains(precision):
+    engine = make(**{precision: {"enabled": True}})
+    assert (
+        next(engine.module.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    )
+    losses = train(engine, 60)
+    reference = make()
+    expected = train(reference, 60)
+    assert sum(losses[-10:]) == pytest.approx(sum(expected[-10:]), rel=0.03)
+
+
+def test_gradients_in_fp16_keep_their_small_part():
+    """The loss scale is taken out in fp32: gradients of 1e-7 still move the weights."""
+    engine = make(fp16={"enabled": True, "initial_scale_power": 16})
+    before = weights(engine)
+    x, y = data(0, torch.float16)
+    engine.backward(1e-6 * ((engine(x).float() - y) ** 2).mean())
+    small = engine.optimizer.gradient(engine.module.out.bias).abs().max().item() / 2**16
+    engine.step()
+    assert 0 < small < 1e-5
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+
+
+def test_loss_scale_follows_deepspeed():
+    """Dynamic: halves at the second overflow (hysteresis 2), doubles after a window; static stays."""
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "hysteresis": 2}
+    engine = make(fp16=fp16)
+    scales = []
+    for step, factor in enumerate((1, 1, 1, math.inf, math.inf, 1, 1, 1)):
+        train(engine, 1, first=step, factor=factor)
+        scales.append(engine.loss_scaler.scale)
+        assert engine.optimizer.overflow == (factor == math.inf)
+    assert scales == [16, 16, 32, 32, 16, 16, 16, 32]
+    assert (engine.skipped_steps, engine.global_steps) == (2, 8)
+    static = make(fp16={"enabled": True, "loss_scale": 8})
+    train(static, 2, factor=math.inf)
+    assert static.loss_scaler.scale == 8
+
+
+def test_endless_overflow_ends():
+    """Case N-07."""
+    engine = make(fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 1})
+    with pytest.raises(orlop.NonFiniteError, match="smallest loss scale"):
+        train(engine, 40, factor=math.nan)
+
+
+def test_bf16_overflow_is_checked_or_not():
+    for checked in (True, False):
+        engine = make(bf16={"enabled": True, "check_grad_overflow": checked})
+        train(engine, 1, factor=math.inf)
+        assert torch.isfinite(weights(engine)[0]).all() == checked
+        assert engine.skipped_steps == int(checked)
+
+
+# --- A keys ---------------------------------------------------------------------------------------
+
+
+def run_config(**config):
+    engine = make(**config)
+    train(engine, 4)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("config", "observe"),
+    [
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+         lambda e: e.optimizer.state[e.module.inp.weight]["exp_avg"].dtype),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, lambda e: e(data(0)[0]).dtype),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, lambda e: e.optimizer._gradients),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, lambda e: e.optimizer._gate is not None),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.01}}},
+         lambda e: e.optimizer._threads),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.5, 0.6], "eps": 1e-3}}},
+         lambda e: (e.optimizer.param_groups[0]["betas"], e.optimizer.param_groups[0]["eps"])),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, lambda e: e.optimizer._decoupled),
+        ({"gradient_clipping": 1e-3}, lambda e: e.gradient_clipping()),
+        ({"train_micro_batch_size_per_gpu": 2}, lambda e: e.train_batch_size()),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_keys_change_something(config, observe):
+    changed, usual = observe(run_config(**config)), observe(run_config())
+    assert changed != usual, (changed, usual)
+
+
+def test_accumulation_in_the_hands_of_the_caller():
+    """managed_gradient_accumulation false: every step() updates, and losses are not divided."""
+    managed = run_config(gradient_accumulation_steps=4)
+    own = run_config(gradient_accumulation_steps=4, managed_gradient_accumulation=False)
+    assert (managed.optimizer.steps, own.optimizer.steps) == (1, 4)
+    assert_close(weights(own), plain(4))
+
+
+def test_unused_parameters():
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.never = torch.nn.Linear(2, 2)
+
+    train(make(Unused()), 1)
+    with pytest.raises(orlop.UsageError, match=r"never\.weight"):
+        train(make(Unused(), zero_optimization={"ignore_unused_parameters": False}), 1)
+
+
+def test_lines_and_monitors(tmp_path, capsys):
+    engine = make(
+        steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True, dump_state=True, log_level="error",
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    )  # fmt: skip
+    train(engine, 4)
+    lines = capsys.readouterr().out.splitlines()
+    printed = [line for line in lines if line.startswith("step=")]
+    assert [line.split(",")[0] for line in printed] == ["step=2", "step=4"]
+    assert all("forward=" in line and "moments" in line for line in printed)
+    assert any("gradient_clipping" in line for line in lines)
+    rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert rows[0] == "step,train_loss" and [row.split(",")[0] for row in rows[1:]] == ["4", "8", "12", "16"]
+
+
+SCHEDULES = {
+    "WarmupLR": ({"warmup_max_lr": 0.1, "warmup_num_steps": 10}, {0: 0.0, 4: 0.1 * math.log(5) / math.log(10), 10: 0.1, 30: 0.1}),
+    "WarmupDecayLR": ({"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 20},
+                      {0: 0.0, 5: 0.05, 10: 0.1, 15: 0.05, 20: 0.0}),
+    "WarmupCosineLR": ({"warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 20, "cos_min_ratio": 0.0},
+                       {0: 0.0, 5: 0.005, 14: 0.005, 19: 0.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name):
+    """Rates by step, from DeepSpeed's formulas; a skipped step does not advance them."""
+    params, expected = SCHEDULES[name]
+    engine = make(scheduler={"type": name, "params": params})
+    rates = []
+    for step in range(31):
+        rates.append(engine.get_lr()[0])
+        train(engine, 1, first=step)
+    for step, rate in expected.items():
+        assert rates[step] == pytest.approx(rate, abs=1e-12), step
+    before = engine.get_lr()
+    train(engine, 1, factor=math.nan)
+    assert engine.get_lr() == before
+
+
+# --- initialize -----------------------------------------------------------------------------------
+
+
+def test_initialize_with_data_and_arguments(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "gradient_accumulation_steps": 2, optimizer: {type: AdamW}}')
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    dataset = [data(i) for i in range(10)]
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args=args,
+        model=Net(),
+        training_data=dataset,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 3),
+    )
+    assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler
+    assert [len(x) for x, _ in loader] == [4, 4, 2]
+    assert engine.get_lr() == [5e-4]
+
+
+def test_mistakes_are_named(monkeypatch):
+    with pytest.raises(orlop.UsageError, match="model is missing"):
+        deepspeed.initialize(config={})
+    with pytest.raises(orlop.UsageError, match="config is missing"):
+        deepspeed.initialize(model=Net())
+    with pytest.raises(orlop.UsageError, match="mpu"):
+        deepspeed.initialize(model=Net(), config={}, mpu=object())
+    engine, *_ = deepspeed.initialize(model=Net(), config={})
+    with pytest.raises(orlop.UsageError, match="no optimizer"):
+        engine.step()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(orlop.UsageError, match="started 2"):
+        deepspeed.initialize(model=Net(), config={})
+
+
+# --- utils, zero, aio -----------------------------------------------------------------------------
+
+
+def test_states_by_parameter():
+    """Case B-08: gradients, masters and moments through safe_get and safe_set."""
+    engine = make(bf16={"enabled": True}, zero_optimization={"stage": 3})
+    p = engine.module.inp.weight
+    u = deepspeed.utils
+    x, y = data(0, torch.bfloat16)
+    engine.backward(((engine(x).float() - y) ** 2).mean())
+    gradient = u.safe_get_full_grad(p)
+    assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
+    assert u.safe_get_full_optimizer_state(p, "exp_avg") is None
+    u.safe_set_full_grad(p, 2 * gradient)
+    u.safe_update_full_grad_vectorized([engine.module.out.weight], lambda g, _: torch.zeros_like(g))
+    engine.step()
+    torch.testing.assert_close(u.safe_get_full_optimizer_state(p, "exp_avg"), 0.2 * gradient)
+    assert not u.safe_get_full_optimizer_state(engine.module.out.weight, "exp_avg").any()
+    master = u.safe_get_full_fp32_param(p)
+    assert torch.equal(master.to(torch.bfloat16), p)
+    u.safe_set_full_fp32_param(p, master * 3)
+    assert torch.equal(u.safe_get_full_fp32_param(p), master * 3)
+    u.safe_set_full_optimizer_state(p, torch.ones_like(master), "exp_avg_sq")
+    assert (u.safe_get_local_optimizer_state(p, "exp_avg_sq") == 1).all()
+    assert u.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1))) is None
+    assert u.set_z3_leaf_modules(engine.module, [torch.nn.Linear])
+
+
+def test_zero_init_and_gathered_parameters():
+    """Cases M-12, B-09: weights are born in 16 bit; what is written while gathered is where the step starts."""
+    before = torch.get_default_dtype()
+    with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        model = Net()
+    assert torch.get_default_dtype() == before
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    engine = make(model, bf16={"enabled": True}, zero_optimization={"stage": 3})
+    train(engine, 2)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        model.inp.weight.zero_()
+        model.inp.weight[0, 0] = 1.0
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    train(engine, 1)
+    assert model.inp.weight.sum() == 1.0
+    with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped:
+        assert unwrapped is model
+
+
+def test_aio_handle(tmp_path):
+    handle = deepspeed.ops.aio.aio_handle(block_size=1 << 16, queue_depth=8)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (
+        1 << 16,
+        8,
+        1,
+    )
+    assert handle.get_alignment() > 0
+    tensor = torch.arange(300_001, dtype=torch.int32)
+    path = str(tmp_path / "t.bin")
+    assert handle.sync_pwrite(tensor, path) == 1
+    back = torch.zeros_like(tensor)
+    assert handle.async_pread(back, path) == 0
+    assert handle.wait() == 1 and torch.equal(back, tensor)
+    half = torch.zeros(1000, dtype=torch.int32)
+    with open(path, "rb") as file:
+        handle.async_pread(half, file.fileno(), 4000)
+        handle.wait()
+    assert torch.equal(half, tensor[1000:2000])
+    locked = handle.new_cpu_locked_tensor(5000, torch.empty(0, dtype=torch.float16))
+    assert locked.dtype == torch.float16 and not locked.any()
+    assert handle.write(locked, path, validate=True) == 1
+    assert handle.free_cpu_locked_tensor(locked) and not handle.free_cpu_locked_tensor(tensor)
+    with pytest.raises(orlop.IoError, match="missing"):
+        handle.read(back, str(tmp_path / "missing"))
+    with pytest.raises(orlop.UsageError, match="contiguous"):
+        handle.read(torch.ones(4, 4).t()[1:], path)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_resume_equals_straight_run(precision, tmp_path):
+    """Cases C-07, C-08, C-10: new engine, and the one that saved; steps, scale, schedule, client state."""
+    options = {precision: {"enabled": True}} if precision else {}
+    options["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 30}}
+    engine = make(**options)
+    train(engine, 10)
+    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "names": ["a"]})
+    expected = train(engine, 10, first=10)
+    final = weights(engine)
+    for other in (make(**options), engine):
+        path, client = other.load_checkpoint(tmp_path)
+        assert path.endswith("global_step10") and client == {"epoch": 3, "names": ["a"]}
+        assert other.global_steps == 10
+        other.save_checkpoint(tmp_path / "again", tag="x")
+        assert train(other, 10, first=10) == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights(other), final, strict=True))
+    for name in ("model", "optimizer"):
+        first = (tmp_path / "global_step10" / f"{name}.safetensors").read_bytes()
+        assert first == (tmp_path / "again" / "x" / f"{name}.safetensors").read_bytes()
+
+
+def test_frozen_buffers_shared_and_views(tmp_path):
+    """Cases C-02, C-03, C-13, C-17: frozen weights, buffers, tied and transposed tensors; plain readers read it."""
+    import json
+
+    import safetensors.torch
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(4, 4)
+            self.b = torch.nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+            self.c = torch.nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)
+            self.register_buffer("d", torch.arange(100.0)[10:20])
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    torch.manual_seed(1)
+    engine = make(Tied())
+    with torch.no_grad():
+        engine.module.c.mul_(2)
+        engine.module.d.add_(1)
+    x = torch.ones(2, 4)
+    engine.backward(engine(x).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path, tag="t")
+    torch.manual_seed(2)
+    other = make(Tied())
+    other.load_checkpoint(tmp_path, tag="t")
+    for (name, value), (_, back) in zip(
+        engine.module.state_dict().items(), other.module.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, back), name
+    assert other.module.a.weight is other.module.b.weight
+    tensors = safetensors.torch.load_file(tmp_path / "t" / "model.safetensors")
+    state = json.loads((tmp_path / "t" / "state.json").read_text())
+    assert state["shared"] == {"b.weight": "a.weight"} and "b.weight" not in tensors
+    assert (tmp_path / "t" / "model.safetensors").stat().st_size < 2000
+    engine.save_checkpoint(tmp_path, tag="small", exclude_frozen_parameters=True)
+    assert "c" not in safetensors.torch.load_file(tmp_path / "small" / "model.safetensors")
+    assert other.load_checkpoint(tmp_path, load_module_strict=False)[0].endswith("small")
+
+
+def test_what_does_not_fit_is_named(tmp_path, caplog):
+    """Cases C-06, C-12, C-19, U-11: nothing there, a partial one, another format, other parameters."""
+    engine = make()
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert "no checkpoint" in caplog.text
+    with pytest.raises(orlop.InvalidDataError, match="missing"):
+        engine.load_checkpoint(tmp_path, tag="missing")
+    engine.save_checkpoint(tmp_path, tag="good")
+    with pytest.raises(orlop.UsageError, match="client_state"):
+        engine.save_checkpoint(tmp_path, tag="bad", client_state={"x": object()})
+    assert (tmp_path / "latest").read_text() == "good" and not (tmp_path / "bad").exists()
+
+    class Longer(Net):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Parameter(torch.ones(2))
+
+    longer = make(Longer())
+    with pytest.raises(orlop.InvalidDataError, match="more"):
+        longer.load_checkpoint(tmp_path, load_module_strict=False)
+    state = tmp_path / "good" / "state.json"
+    text = state.read_text()
+    state.write_text(text.replace('"format": 1', '"format": 7'))
+    with pytest.raises(orlop.InvalidDataError, match="format 7"):
+        engine.load_checkpoint(tmp_path)
+    state.write_text(text)
+    with (tmp_path / "good" / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(orlop.InvalidDataError, match=r"model\.safetensors"):
+        engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tags", [1, 3])
+def test_killed_while_saving(tmp_path, tags):
+    """Case C-06: signal 9 at many moments, tags new and written again; the newest complete one loads."""
+    code = textwrap.dedent(
+        f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from test_deepspeed_compat import make, train
+        engine = make()
+        print("ready", flush=True)
+        for step in range(10000):
+            train(engine, 1, first=step)
+            engine.save_checkpoint({str(tmp_path)!r}, tag=f"tag{{step % {tags}}}", client_state={{"step": step}})
+        """
+    )
+    seen = -1
+    for attempt in range(4):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        try:
+            process.wait(0.05 + 0.037 * attempt)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        if (tmp_path / "latest").exists():
+            engine = make()
+            path, client = engine.load_checkpoint(tmp_path)
+            assert client["step"] == engine.global_steps - 1, path
+            assert not list(tmp_path.glob("*.old.tmp"))
+            seen = max(seen, client["step"])
+    assert seen >= 0
+
+
+def test_save_16bit_model(tmp_path):
+    engine = make(bf16={"enabled": True})
+    train(engine, 1)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert engine.save_16bit_model(tmp_path, name)
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(loaded["inp.weight"], engine.module.inp.weight)
+    assert loaded.keys() == engine._zero3_consolidated_16bit_state_dict().keys()
+    engine.destroy()
+    engine.destroy()

@@ -1,0 +1,258 @@
+"""DeepSpeed configurations: the reader, the grades of all keys, the rules between keys. No torch."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+
+import pytest
+
+import orlop
+from orlop import cli
+from orlop.deepspeed_config import DeepSpeedConfig, explain
+from orlop.deepspeed_keys import KEYS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, REFUSED_SECTIONS, SCHEDULERS
+from orlop.hjson_reader import read_hjson
+
+
+def nested(path, value):
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+def read(**values):
+    return DeepSpeedConfig.read(values)
+
+
+# --- the reader -----------------------------------------------------------------------------------
+
+
+def test_hjson():
+    text = """
+    # comment
+    {
+      // comment
+      "a": 5e8, b: -3   /* comment */
+      c: plain text  # comment
+      "d": [1, 2.5, 'single', true
+            null]
+      e: {}, f: [], "g,{": "x # no comment // either \\u00e9",
+    }
+    """
+    assert read_hjson(text, "t") == {
+        "a": 5e8, "b": -3, "c": "plain text", "d": [1, 2.5, "single", True, None], "e": {}, "f": [],
+        "g,{": "x # no comment // either \u00e9",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "1: 'a' is given twice"),
+        ('{"a": {"b": 1\n "b": 2}}', "2: 'b' is given twice"),
+        ('{"a": 1', "'}' is missing|expected"),
+        ('{"a": [1, 2}', "expected"),
+        ('{"a" 1}', "KEY: VALUE"),
+        ('{"a": }', "a value is missing"),
+        ('{"a": "x}', "no end"),
+        ("[1]", "begins with"),
+        ('{"a": 1} x', "after the end"),
+        ("", "begins with"),
+    ],
+)
+def test_broken_text_names_file_and_line(text, message):
+    with pytest.raises(orlop.UsageError, match=f"f.json, line .*({message})"):
+        read_hjson(text, "f.json")
+
+
+def test_json_is_read_as_json_does():
+    values = {"a": [1, -2.5e-3, '\\"x', None, True], "b": {"c": {}}, "d": ""}
+    assert read_hjson(json.dumps(values), "t") == values
+    assert read_hjson(json.dumps(values, indent=2), "t") == values
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def test_path_dict_and_base64_are_the_same(tmp_path):
+    values = {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(values))
+    encoded = base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+    results = [DeepSpeedConfig.read(source).as_dict() for source in (values, str(path), path, encoded)]
+    assert all(result == results[0] for result in results)
+    assert results[0]["train_micro_batch_size_per_gpu"] == 4
+    with pytest.raises(orlop.UsageError, match=r"missing\.json: cannot be read"):
+        DeepSpeedConfig.read("missing.json")
+
+
+# --- grades ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.grade != "R"])
+def test_default_of_every_key_is_accepted_and_reported(path):
+    """As the default, and as "auto"; the Finding carries the grade."""
+    default = KEYS[path].default
+    for value in ("auto", default):
+        if value is None or value == {}:
+            continue
+        config = DeepSpeedConfig.read(nested(path, value))
+        assert [(f.path, f.grade) for f in config.findings] == [(path, KEYS[path].grade)]
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.grade == "R"])
+def test_every_refused_key_is_refused_by_name(path):
+    default = KEYS[path].default
+    other = {bool: not default, int: 7, float: 0.5, str: "cpu"}.get(type(default), {"a": 1})
+    with pytest.raises(orlop.UsageError, match=path.rsplit(".", 1)[-1]) as raised:
+        DeepSpeedConfig.read(nested(path, other))
+    assert "refused: " in str(raised.value)
+    if default is not None:
+        assert DeepSpeedConfig.read(nested(path, default)).findings[0].grade == "R"
+
+
+@pytest.mark.parametrize("section", REFUSED_SECTIONS)
+def test_refused_sections(section):
+    with pytest.raises(orlop.UsageError, match=section):
+        DeepSpeedConfig.read({section: {"enabled": True}})
+    config = DeepSpeedConfig.read({section: {"enabled": False, "anything": 3}})
+    assert {f.grade for f in config.findings} == {"R"}
+
+
+@pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
+def test_refused_optimizers(name):
+    with pytest.raises(orlop.UsageError, match=rf"{name}.*AdamW"):
+        read(optimizer={"type": name})
+
+
+@pytest.mark.parametrize("name", REFUSED_SCHEDULERS)
+def test_refused_schedulers(name):
+    with pytest.raises(orlop.UsageError, match=name):
+        read(scheduler={"type": name})
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_refuse_parameters_they_lack(name):
+    assert read(scheduler={"type": name, "params": {"warmup_num_steps": "auto"}}).scheduler_params()
+    with pytest.raises(orlop.UsageError, match="cycle_min_lr"):
+        read(scheduler={"type": name, "params": {"cycle_min_lr": 1}})
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("fp16.loss_scale", True),
+        ("fp16.loss_scale", float("inf")),
+        ("fp16.loss_scale", -1),
+        ("fp16.enabled", 1),
+        ("fp16.initial_scale_power", 2.5),
+        ("gradient_clipping", "much"),
+        ("train_batch_size", 0),
+        ("train_batch_size", True),
+        ("zero_optimization.stage", 4),
+        ("zero_optimization.offload_optimizer.device", "nvme"),
+        ("zero_optimization.offload_optimizer.device", "disk"),
+        ("data_types.grad_accum_dtype", "fp8"),
+        ("optimizer.params.betas", 0.9),
+        ("compat", "0.1"),
+    ],
+)
+def test_values_that_cannot_work(path, value):
+    with pytest.raises(orlop.UsageError, match=path):
+        DeepSpeedConfig.read(nested(path, value))
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((32, 4, None), (32, 4, 8)),
+        ((32, None, 8), (32, 4, 8)),
+        ((None, 4, 8), (32, 4, 8)),
+        ((32, 4, 8), (32, 4, 8)),
+        ((32, None, None), (32, 32, 1)),
+        ((None, 4, None), (4, 4, 1)),
+        (("auto", 4, "auto"), (4, 4, 1)),
+    ],
+)
+def test_batch_rule(given, expected):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = DeepSpeedConfig.read({n: v for n, v in zip(names, given, strict=True) if v is not None})
+    assert tuple(config[name] for name in names) == expected
+
+
+@pytest.mark.parametrize("given", [(32, 5, None), (32, 4, 7), (None, None, 8), (33, None, 8)])
+def test_batches_that_do_not_multiply(given):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    with pytest.raises(orlop.UsageError, match="batch"):
+        DeepSpeedConfig.read({n: v for n, v in zip(names, given, strict=True) if v is not None})
+
+
+def test_both_spellings_and_old_names():
+    config = read(
+        bfloat16={"enabled": True}, zero_optimization={"max_live_parameters": 5e8, "cpu_offload": True}
+    )
+    assert config["bf16.enabled"] and config["zero_optimization.stage3_max_live_parameters"] == 5e8
+    assert config["zero_optimization.offload_optimizer.device"] == "cpu"
+    assert read(zero_optimization=True)["zero_optimization.stage"] == 1
+    assert read(zero_optimization={"stage3_gather_fp16_weights_on_model_save": True})[
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ]
+    for both in ({"max_live_parameters": 1, "stage3_max_live_parameters": 1},
+                 {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}):  # fmt: skip
+        with pytest.raises(orlop.UsageError) as raised:
+            read(zero_optimization=both)
+        assert all(key in str(raised.value) for key in both)
+    with pytest.raises(orlop.UsageError, match=r"bfloat16.*bf16"):
+        read(bfloat16={}, bf16={})
+
+
+def test_conflicts_name_both_keys():
+    with pytest.raises(orlop.UsageError, match=r"fp16\.enabled.*bf16\.enabled"):
+        read(fp16={"enabled": True}, bf16={"enabled": True})
+    with pytest.raises(orlop.UsageError, match=r"bf16_optimizer_states.*bf16_master_weights_and_grads"):
+        read(bf16={"bf16_optimizer_states": True})
+
+
+def test_unknown_keys():
+    """Reported at the top level, an error inside zero_optimization and with "strict"."""
+    config = read(gradient_cliping=1.0)
+    assert config.findings[0].grade == "?" and "gradient_clipping" in config.findings[0].text
+    for values in ({"strict": True, "foo": 1}, {"zero_optimization": {"stgae": 2}}):
+        with pytest.raises(orlop.UsageError, match="unknown key"):
+            DeepSpeedConfig.read(values)
+    assert read(_comment="x", zero_optimization={"_note": 1}).findings[0].grade == "-"
+
+
+def test_defaults_of_releases():
+    assert read()["gradient_clipping"] == 1.0 and read()["bf16.check_grad_overflow"]
+    old = read(compat="0.18")
+    assert old["gradient_clipping"] == 0.0 and not old["bf16.check_grad_overflow"]
+
+
+def test_config_explain(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"train_batch_size": 8, // rows\n "zero_optimization": {"stage": 2}, "foo": 1, "gradient_clipping": 0}'
+    )
+    assert cli.main(["config", "explain", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines() == explain(DeepSpeedConfig.read(path))
+    assert "?  foo" in out and "A  zero_optimization.stage" in out and "3 with the same meaning (A)" in out
+    path.write_text('{"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}')
+    assert cli.main(["config", "explain", str(path)]) == 2
+    assert "zenflow" in capsys.readouterr().err
+    own = tmp_path / "own.yaml"
+    own.write_text("learning_rate: 1e-4\n")
+    assert cli.main(["config", "explain", str(own)]) == 0
+    out = capsys.readouterr().out
+    assert f"0.0001  ({own})" in out and "(default)" in out
+
+
+def test_configuration_needs_no_torch():
+    code = "import sys, orlop.deepspeed_config; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
