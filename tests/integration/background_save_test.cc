@@ -22,12 +22,12 @@ constexpr const char* kStatesFile = "optim/rank-0.safetensors";
 constexpr int64_t kSteps = 4;
 
 // Large enough that a save outlasts the start of the next step's updates.
-constexpr TinyShape kShape = {.vocab = 1200,
-                              .hidden = 128,
+constexpr TinyShape kShape = {.vocab = 2000,
+                              .hidden = 160,
                               .layers = 3,
                               .heads = 4,
                               .kv_heads = 2,
-                              .intermediate = 256,
+                              .intermediate = 320,
                               .positions = 48};
 
 struct Placement {
@@ -48,7 +48,7 @@ const Placement kPlacements[] = {
      }},
     {"a snapshot of some blocks",
      [](EngineConfig& c) {
-       c.limits.snapshot_bytes = size_t{3} << 20;
+       c.limits.snapshot_bytes = size_t{6} << 20;
        c.placement.device_optimizer_blocks = 1;
      }},
     {"a snapshot of all", [](EngineConfig& c) { c.limits.snapshot_bytes = size_t{1} << 30; }},
