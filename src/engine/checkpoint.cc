@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "base/check.h"
@@ -84,6 +85,7 @@ nlohmann::json to_json(const TrainingState& training) {
             {"finite_steps", scaler.finite_steps},
             {"failures", scaler.failures},
             {"skipped_steps", scaler.skipped_steps}}},
+          {"optimizer", training.decoupled.value_or(true) ? "adamw" : "adam"},
           {"user_state", training.user_state}};
 }
 
@@ -98,6 +100,7 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
     scaler.at("failures").get_to(training.scaler.failures);
     scaler.at("skipped_steps").get_to(training.scaler.skipped_steps);
     state.at("user_state").get_to(training.user_state);
+    if (state.contains("optimizer")) training.decoupled = state["optimizer"] == "adamw";
     return training;
   } catch (const nlohmann::json::exception& error) {
     fail(ErrorCode::kInvalidData, "'{}': the training state is damaged: {}",
@@ -105,20 +108,45 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
   }
 }
 
+// "\n  missing (12): a, b, c, ..."
+std::string listed(const char* what, const std::vector<std::string>& names) {
+  if (names.empty()) return "";
+  const size_t shown = std::min<size_t>(names.size(), 6);
+  return fmt::format(
+      "\n  {} ({}): {}{}", what, names.size(),
+      fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
+      shown < names.size() ? ", ..." : "");
+}
+
+// Compares the file with what the model asks for, by name, and tells all that differs.
 void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>& specs,
                  const fs::path& file) {
+  std::vector<std::string> missing;
+  std::vector<std::string> reshaped;
+  std::set<std::string_view> wanted;
   for (const TensorSpec& spec : specs) {
-    const TensorInfo& tensor = reader.at(spec.name);
-    check(tensor.shape == spec.shape, ErrorCode::kInvalidData,
-          "'{}': '{}' has shape [{}], the model asks for [{}]", file.string(), spec.name,
-          fmt::join(tensor.shape, ", "), fmt::join(spec.shape, ", "));
-    check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
+    wanted.insert(spec.name);
+    const TensorInfo* tensor = reader.find(spec.name);
+    if (tensor == nullptr) {
+      missing.push_back(spec.name);
+      continue;
+    }
+    if (tensor->shape != spec.shape) {
+      reshaped.push_back(fmt::format("{} [{}] instead of [{}]", spec.name,
+                                     fmt::join(tensor->shape, ", "), fmt::join(spec.shape, ", ")));
+    }
+    check(tensor->dtype == DType::kF32 || tensor->dtype == DType::kBF16, ErrorCode::kInvalidData,
           "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name,
-          dtype_name(tensor.dtype));
+          dtype_name(tensor->dtype));
   }
-  check(reader.tensors().size() == specs.size(), ErrorCode::kInvalidData,
-        "'{}' holds {} tensors, the model has {} states: it belongs to another model",
-        file.string(), reader.tensors().size(), specs.size());
+  std::vector<std::string> unexpected;
+  for (const TensorInfo& tensor : reader.tensors()) {
+    if (!wanted.contains(tensor.name)) unexpected.push_back(tensor.name);
+  }
+  if (missing.empty() && reshaped.empty() && unexpected.empty()) return;
+  fail(ErrorCode::kInvalidData, "'{}' belongs to another model:{}{}{}", file.string(),
+       listed("missing", missing), listed("of another shape", reshaped),
+       listed("unexpected", unexpected));
 }
 
 void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
@@ -165,9 +193,15 @@ fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& lay
   return complete;
 }
 
-TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states) {
+TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
+                            bool decoupled) {
   const Manifest manifest = read_checkpoint(folder, VerifyHashes::kYes);
   const TrainingState training = from_json(manifest.state, folder);
+  check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
+        "'{}' was written by {}, this run uses {}: their moments are not the same; set "
+        "optimizer.decoupled (--optim) to the one that wrote it",
+        folder.string(), decoupled ? "Adam with L2" : "AdamW",
+        decoupled ? "AdamW" : "Adam with L2");
   const fs::path file = folder / kStatesFile;
   const SafetensorsReader reader(file);
   std::vector<int> params(layout.flat_params.size());

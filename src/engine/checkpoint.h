@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,8 @@ namespace orlop {
 struct TrainingState {
   int64_t steps = 0;  // updates applied
   GradScalerState scaler;
-  std::string user_state;  // the caller's own, e.g. the position in the data
+  std::optional<bool> decoupled;  // AdamW, or Adam with L2; checkpoints of old do not tell
+  std::string user_state;         // the caller's own, e.g. the position in the data
 };
 
 // How a save goes through the states.
@@ -34,8 +36,9 @@ std::filesystem::path save_training(const std::filesystem::path& root, size_t ke
                                     const TrainingState& training, const SaveOrder& order);
 
 // Reads such a folder. Sizes, hashes, names and shapes are checked before the first state changes;
-// a missing and an unknown tensor are errors.
+// a missing and an unknown tensor are errors, and so is a checkpoint of the other flavour of Adam
+// than `decoupled` names.
 TrainingState load_training(const std::filesystem::path& folder, const ModelLayout& layout,
-                            StateStore& states);
+                            StateStore& states, bool decoupled);
 
 }  // namespace orlop
