@@ -80,6 +80,8 @@ class Block:
         self.stale = False  # here, but an update has changed the home since
         self.resident = False  # never leaves
         self.arrived = None  # event of a copy that the compute stream has not waited for
+        self.active = 0  # calls of its forward that have begun and not ended
+        self.callers: set[int] = set()  # blocks whose forward calls it
         self.holds = 0  # gathered() sections, and those whose graph may still read it
 
 
@@ -119,7 +121,7 @@ class StreamedWeights:
     """The blocks of one model. At rest only resident ones are on the device; in a pass two: the block at work
     and the next one, which is fetched ahead in the order that was last observed."""
 
-    def __init__(self, blocks: list[Block], device_link=None):
+    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None):
         self.blocks = blocks
         self.link = _Link(self, device_link)
         self.device_link = device_link
@@ -130,8 +132,10 @@ class StreamedWeights:
         self.peak_blocks = 0
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
-        self.handles = []
         reference = weakref.ref(self)
+        self.handles = [
+            model.register_forward_hook(functools.partial(_leave_model, reference), always_call=True)
+        ]
         for block in blocks:
             bind = functools.partial
             self.handles += [
@@ -180,7 +184,7 @@ class StreamedWeights:
             block.arrived = None
 
     def release(self, block: Block) -> None:
-        if not block.here or block.resident or block.holds:
+        if not block.here or block.resident or block.holds or block.active:
             return
         self._arrive(block)
         for entry in block.entries:
@@ -208,11 +212,10 @@ class StreamedWeights:
             self._next[self._last] = index
         self._last = (backward, index)
         following = self._next.get(self._last, index - 1 if backward else index + 1)
-        keep = {index, following}
-        if backward:  # what was used before this point of the backward pass is done
-            for other in self.blocks:
-                if other.index not in keep:
-                    self.release(other)
+        keep = {index, following} | block.callers
+        for other in self.blocks:  # what was used before this point of the pass is done
+            if other.index not in keep:
+                self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
 
@@ -225,6 +228,10 @@ class StreamedWeights:
 
     def _end_backward(self) -> None:
         self._callback_of = -1
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Forward of the whole model or backward is over: only resident blocks stay."""
         self._last = None
         self.release_all()
 
@@ -284,12 +291,15 @@ def _tensors(value):
 
 def _enter(manager, index, *_):
     manager = manager()
-    if manager is not None:
-        backward = torch._C._current_graph_task_id() != -1
-        if backward:
-            manager.begin_backward(index)
-        else:
-            manager.need(index, backward=False)
+    if manager is None:
+        return
+    if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
+        manager.begin_backward(index)
+        return
+    block = manager.blocks[index]
+    block.callers |= {other.index for other in manager.blocks if other.active and other is not block}
+    manager.need(index, backward=False)
+    block.active += 1
 
 
 def _leave(manager, index, _module, _args, output):
@@ -307,7 +317,16 @@ def _leave(manager, index, _module, _args, output):
         if not seen:  # nothing tells when its backward begins: it stays until the next step
             block.holds += 1
     if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
+        block.active = max(0, block.active - 1)
         manager.release(block)
+
+
+def _leave_model(manager, *_):
+    manager = manager()
+    if manager is not None and torch._C._current_graph_task_id() == -1:
+        for block in manager.blocks:
+            block.active = 0
+        manager.end_pass()
 
 
 def _before_backward(manager, index, _gradient):

@@ -20,7 +20,7 @@ from .streamed_weights import Block, Entry, StreamedWeights  # noqa: E402
 _streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def wrap(model, optimizer=None, config="auto", blocks=None, device=None):
+def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **options):
     """(model, optimizer): the same module, whose blocks are fetched for their forward and backward.
 
     optimizer: a torch AdamW or Adam over the model's parameters (groups, hyperparameters and state are taken
@@ -30,6 +30,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None):
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU that is larger than the GPU is
         wrapped with device="cuda": its blocks never are there all at once.
+    options: further arguments of orlop.AdamW.
 
     Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states.
     """
@@ -44,9 +45,9 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None):
     modules = find_blocks(model) if blocks is None else list(blocks)
     made = _make_blocks(model, modules, names, device)
     _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-    manager = StreamedWeights(made, DeviceLink(device) if device.type == "cuda" else None)
+    manager = StreamedWeights(model, made, DeviceLink(device) if device.type == "cuda" else None)
     _keep_resident(made, limit, device)
-    wrapped = _make_optimizer(model, optimizer, manager)
+    wrapped = _make_optimizer(model, optimizer, manager, options)
     _streams[model] = manager
     return model, wrapped
 
@@ -115,6 +116,11 @@ def _make_blocks(model, modules, names, device) -> list[Block]:
         for p in module._parameters.values():
             if p is not None and p in uses:
                 uses[p] += 1
+    nested = [m for module in modules for m in module.modules() if m is not module and m in set(modules)]
+    if nested:
+        raise errors.UsageError(
+            f"orlop.wrap: a {type(nested[0]).__name__} of blocks= lies inside another of them"
+        )
     made = []
     for index, module in enumerate(modules):
         entries = [Entry(p, names[p], device) for p in module.parameters() if uses[p] == 1 and p.numel() > 0]
@@ -122,8 +128,8 @@ def _make_blocks(model, modules, names, device) -> list[Block]:
     return made
 
 
-def _make_optimizer(model, optimizer, manager):
-    options = {"module": model, "gradients": "leave", "stream": manager}
+def _make_optimizer(model, optimizer, manager, options):
+    options = {"module": model, **options, "gradients": "leave", "stream": manager}
     if optimizer is None:
         return None
     if isinstance(optimizer, Mapping):

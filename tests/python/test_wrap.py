@@ -162,6 +162,27 @@ def test_evaluation_and_exceptions_between_steps():
     assert_same(between=between)
 
 
+def test_block_that_calls_another():
+    """Its own weights stay while the other runs, in both passes."""
+
+    class Caller(torch.nn.Module):
+        def __init__(self, other):
+            super().__init__()
+            self.before, self.after = torch.nn.Linear(24, 24), torch.nn.Linear(24, 24)
+            self.other = [other]  # no submodule
+
+        def forward(self, x):
+            return self.after(torch.tanh(self.other[0](torch.tanh(self.before(x)))))
+
+    class Calling(Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks[2] = Caller(self.blocks[4])
+
+    assert_same(make=Calling)
+    assert_same(make=Calling, forward=lambda model, x, step: model(x, range(4)))
+
+
 def test_two_backwards_through_one_graph():
     def both(make):
         model, optimizer = make(Model())
@@ -345,6 +366,7 @@ def test_master_and_gradient_within_reach():
         ({"config": 7}, orlop.UsageError, "config"),
         ({"blocks": [torch.nn.Linear(1, 1)]}, orlop.UsageError, "no part"),
         ({"optimizer": 3}, orlop.UsageError, "int"),
+        ({"optimizer": {"amsgrad": True}}, orlop.UsageError, "amsgrad"),
     ],
 )
 def test_mistakes_are_named(arguments, error, text):
