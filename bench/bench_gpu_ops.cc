@@ -22,6 +22,7 @@
 #include "bench/support/huge_buffer.h"
 #include "bench/support/samples.h"
 #include "gpu/attention.h"
+#include "gpu/attention_backend.h"
 #include "gpu/cuda_backend.h"
 #include "gpu/device_scope.h"
 
@@ -211,9 +212,8 @@ void Bench::matmul(const std::string& name, const MatmulArgs& args) {
   if (best == candidates.end()) {
     fmt::print(", cuBLASLt has no algorithm\n");
   } else {
-    fmt::print(", first {:.3f}, best of {} is number {} with {:.3f}: {:.2f} of it\n",
-               candidates.front(), candidates.size(), best - candidates.begin() + 1, *best,
-               *best / candidates.front());
+    fmt::print(", chosen {:.3f}, best of {} is {:.3f}: {:.2f} of it\n", candidates.front(),
+               candidates.size(), *best, *best / candidates.front());
   }
   std::fflush(stdout);
 }
@@ -288,7 +288,7 @@ void Bench::attention(const Model& model) {
   const size_t mark = used_;
   for (const bool deterministic : {true, false}) {
     used_ = mark;
-    Attention attention(deterministic);
+    Attention attention(make_cudnn_attention(deterministic));
     AttentionShape shape{kRows,   model.heads,  model.kv_heads, kHeadDim,
                          kLength, DType::kBF16, false};
     args.forward.workspace_bytes = attention.workspace_bytes(shape);

@@ -5,12 +5,17 @@
 //   [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
-//              [--threads N] [--only step|compute] [--trace FILE]
+//              [--clip 1.0] [--threads N] [--only step|compute] [--trace FILE]
+//
+// On the host device it also times the step's matmuls alone through oneDNN, after every step, and
+// tells where the step's time went, operation by operation, as the trace has it.
 //
 // Counted FLOPs: 2 per multiply-add of matmuls and attention, forward once and backward twice;
 // recomputation is not counted (MFU counts the same over the datasheet peak).
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -21,7 +26,10 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "bench/support/matmul_ceiling.h"
+#include "bench/support/recording_backend.h"
 #include "bench/support/samples.h"
+#include "bench/support/trace_times.h"
 #include "engine/model_files.h"
 #include "engine/session.h"
 #include "orlop/engine.h"
@@ -93,6 +101,7 @@ EngineConfig make_config(const Options& options) {
   config.from_scratch = true;
   config.schedule.kind = ScheduleKind::kConstant;
   config.optimizer.learning_rate = 1e-5;
+  config.optimizer.max_grad_norm = std::stod(options.get("clip", "1"));
   if (options.has("device-mem")) {
     config.limits.device_bytes = parse_bytes(options.get("device-mem", ""), "--device-mem");
   }
@@ -141,7 +150,7 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement = {};
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
-  Session session(make_planning(model_dir, config, nullptr), config);
+  Session session(make_planning(model_dir, config, nullptr), config, nullptr);
   // Zeros would draw less power and run faster than real weights.
   init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",
@@ -175,6 +184,60 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   return {summarize(step), summarize(forward)};
 }
 
+#ifdef ORLOP_HAVE_ONEDNN
+constexpr bool kHasCeiling = true;
+#else
+constexpr bool kHasCeiling = false;
+MatmulCeiling measure_matmuls_alone(std::span<const MatmulArgs>, int) { return {}; }
+#endif
+
+// Every matmul of a step, in order.
+std::vector<MatmulArgs> step_matmuls(const std::string& model_dir, const EngineConfig& config,
+                                     int& threads) {
+  std::vector<MatmulArgs> matmuls;
+  Planning planning = make_planning(model_dir, config, nullptr);
+  threads = planning.threads;
+  planning.device.backend =
+      std::make_unique<RecordingBackend>(std::move(planning.device.backend), matmuls);
+  Session session(std::move(planning), config, nullptr);
+  const std::vector<MicroBatch> batches =
+      random_batches(config, session.planning().model.vocab_size);
+  WalkInput input;
+  input.batches = batches;
+  session.executor().walk(session.train_plan(), input);
+  return matmuls;
+}
+
+void print_operations(const std::string& trace, int steps, double step_seconds) {
+  std::vector<std::pair<double, std::string>> rows;
+  for (const auto& [name, seconds] : trace_times(trace)) {
+    // What queues wait for is somebody else's work.
+    if (name.find("wait") == std::string::npos) rows.push_back({seconds / steps, name});
+  }
+  std::sort(rows.rbegin(), rows.rend());
+  for (const auto& [seconds, name] : rows) {
+    if (seconds < 1e-3 * step_seconds) break;
+    fmt::print("  {:36} {:8.4f} s {:5.1f} %\n", name, seconds, 100 * seconds / step_seconds);
+  }
+}
+
+// Steps and matmuls alone by turns, so that both meet the same neighbours.
+void print_ceilings(const std::vector<MatmulCeiling>& alone, const std::vector<double>& steps) {
+  std::vector<double> seconds;
+  std::vector<double> ratios;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    seconds.push_back(alone[i].seconds);
+    ratios.push_back(alone[i].seconds / steps[i]);
+  }
+  const Summary ratio = summarize(ratios);
+  const double median = summarize(seconds).median;
+  fmt::print(
+      "matmuls alone, oneDNN's best format ({} shapes) {:.4f} s, {:.1f} GFLOP/s: {:.3f} of the "
+      "step next to it ({:.3f} to {:.3f})\n",
+      alone.front().shapes, median, alone.front().flops / median / 1e9, ratio.median, ratio.min,
+      ratio.max);
+}
+
 void run(const Options& options) {
   const std::string model_dir = shape_folder(options.get("shape", "smollm2"));
   const EngineConfig config = make_config(options);
@@ -192,21 +255,32 @@ void run(const Options& options) {
   }
   if (only == "compute") return;
 
+  const bool on_host = config.device == "host";
+  std::vector<MatmulArgs> matmuls;
+  int threads = 1;
+  if (on_host && kHasCeiling) matmuls = step_matmuls(model_dir, config, threads);
+  const std::string trace = options.get(
+      "trace",
+      (std::filesystem::temp_directory_path() / fmt::format("orlop_bench_step_{}.json", ::getpid()))
+          .string());
   const std::unique_ptr<Engine> engine = Engine::open(model_dir, config);
   fmt::print("{}", engine->plan().to_text());
   const std::vector<MicroBatch> batches = random_batches(config, 32000);
+  std::vector<MatmulCeiling> alone;
   std::vector<double> seconds;
   Stats before;
   for (int i = 0; i < steps + 2; ++i) {
     if (i == 2) {
       before = engine->stats();
-      if (options.has("trace")) engine->start_trace();
+      if (on_host || options.has("trace")) engine->start_trace();
     }
     const double one = seconds_of([&] { engine->step(batches); });
-    if (i >= 2) seconds.push_back(one);
+    if (i < 2) continue;
+    seconds.push_back(one);
+    if (!matmuls.empty()) alone.push_back(measure_matmuls_alone(matmuls, threads));
   }
   const Stats after = engine->stats();
-  if (options.has("trace")) engine->write_trace(options.get("trace", ""));
+  if (on_host || options.has("trace")) engine->write_trace(trace);
   const Summary step = summarize(seconds);
   const double update = (after.optimizer_seconds - before.optimizer_seconds) / steps;
   print_row("training step", step, tokens, flops);
@@ -214,6 +288,11 @@ void run(const Options& options) {
       "host update {:.4f} s per step; up {}, down {} per step\n", update,
       format_bytes((after.uploaded_bytes - before.uploaded_bytes) / static_cast<size_t>(steps)),
       format_bytes((after.offloaded_bytes - before.offloaded_bytes) / static_cast<size_t>(steps)));
+  if (on_host) {
+    if (!alone.empty()) print_ceilings(alone, seconds);
+    print_operations(trace, steps, step.median);
+    if (!options.has("trace")) std::filesystem::remove(trace);
+  }
   if (only == "step") return;
   const double backward = compute.step.median - compute.forward.median;
   const double bound = backward + std::max(compute.forward.median, update);

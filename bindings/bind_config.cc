@@ -32,8 +32,9 @@ void bind_optimizer(py::module_& module) {
   py::class_<OptimizerConfig> optimizer(
       module, "OptimizerConfig",
       "AdamW as torch.optim.AdamW computes it; Adam with L2 when not decoupled. weight_decay is "
-      "not "
-      "applied to norms and biases; max_grad_norm 0 switches clipping off.");
+      "not applied to norms and biases. max_grad_norm 0 switches clipping off: in bf16 and fp32 "
+      "updates then start inside backward, and a gradient that is not finite leaves its own block "
+      "as it is instead of all.");
   def_keyword_init<OptimizerConfig>(optimizer);
   optimizer.def_readwrite("learning_rate", &OptimizerConfig::learning_rate)
       .def_readwrite("beta1", &OptimizerConfig::beta1)
@@ -58,11 +59,14 @@ void bind_optimizer(py::module_& module) {
 void bind_memory(py::module_& module) {
   py::class_<LimitsConfig> limits(module, "LimitsConfig",
                                   "Hard budgets in bytes. None: all free device memory; all host "
-                                  "memory that the cgroup allows, less "
-                                  "a reserve.");
+                                  "memory that the cgroup allows, less a reserve. "
+                                  "snapshot_bytes, of the host's, hold copies of states that a "
+                                  "save in the background makes so that updates need not wait "
+                                  "until they are written.");
   def_keyword_init<LimitsConfig>(limits);
   limits.def_readwrite("device_bytes", &LimitsConfig::device_bytes)
-      .def_readwrite("host_bytes", &LimitsConfig::host_bytes);
+      .def_readwrite("host_bytes", &LimitsConfig::host_bytes)
+      .def_readwrite("snapshot_bytes", &LimitsConfig::snapshot_bytes);
 
   py::class_<PlacementConfig> placement(
       module, "PlacementConfig", "What the planner decides by itself where a member is None.");

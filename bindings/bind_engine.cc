@@ -57,7 +57,8 @@ void bind_results(py::module_& module) {
       module, "StepResult",
       "loss: mean over the labelled tokens of the step, in nats. grad_norm: global, "
       "before clipping; clip: the factor that clipping applied. skipped: a gradient "
-      "was not finite and no state changed.")
+      "was not finite: with clipping, or in fp16, no state changed and the step does not count; "
+      "else only its block stayed as it was. nonfinite: which tensor, or ''.")
       .def_readonly("step", &StepResult::step)
       .def_readonly("loss", &StepResult::loss)
       .def_readonly("grad_norm", &StepResult::grad_norm)
@@ -65,6 +66,7 @@ void bind_results(py::module_& module) {
       .def_readonly("learning_rate", &StepResult::learning_rate)
       .def_readonly("loss_scale", &StepResult::loss_scale)
       .def_readonly("skipped", &StepResult::skipped)
+      .def_readonly("nonfinite", &StepResult::nonfinite)
       .def_readonly("tokens", &StepResult::tokens)
       .def_readonly("labelled_tokens", &StepResult::labelled_tokens)
       .def_readonly("seconds", &StepResult::seconds);
@@ -77,6 +79,10 @@ void bind_results(py::module_& module) {
       .value("MASTER", StateKind::kMaster)
       .value("EXP_AVG", StateKind::kExpAvg)
       .value("EXP_AVG_SQ", StateKind::kExpAvgSq);
+
+  py::enum_<SaveMode>(module, "SaveMode", "When save_checkpoint returns.")
+      .value("WAIT", SaveMode::kWait)
+      .value("BACKGROUND", SaveMode::kBackground);
 
   py::class_<TensorDescription>(module, "TensorDescription")
       .def_readonly("name", &TensorDescription::name)
@@ -125,9 +131,16 @@ void bind_states(py::class_<EngineHandle>& engine) {
       .def(
           "save_checkpoint",
           [](EngineHandle& self, const std::string& run_dir, const std::string& user_state,
-             int keep) { return self.get().save_checkpoint(run_dir, user_state, keep); },
-          py::arg("run_dir"), py::arg("user_state") = "", py::arg("keep") = 3, Release(),
-          "Writes run_dir/step-N and keeps the newest `keep`. Returns the folder.")
+             int keep,
+             SaveMode mode) { return self.get().save_checkpoint(run_dir, user_state, keep, mode); },
+          py::arg("run_dir"), py::arg("user_state") = "", py::arg("keep") = 3,
+          py::arg("mode") = SaveMode::kWait, Release(),
+          "Writes run_dir/step-N and keeps the newest `keep`. Returns the folder. In the "
+          "background it is written beside the steps that follow; an error is raised, once, by the "
+          "next call.")
+      .def(
+          "wait_for_save", [](EngineHandle& self) { self.get().wait_for_save(); }, Release(),
+          "Returns when no save runs. Raises the error of the one that ran.")
       .def(
           "load_checkpoint",
           [](EngineHandle& self, const std::string& step_dir) {
@@ -135,7 +148,7 @@ void bind_states(py::class_<EngineHandle>& engine) {
           },
           py::arg("step_dir"), Release(), "Reads one step-N folder. Returns its user_state.")
       .def_static("latest_checkpoint", &Engine::latest_checkpoint, py::arg("run_dir"), Release(),
-                  "The newest complete checkpoint of a run, or ''.")
+                  "The complete checkpoint of a run that was written last, or ''.")
       .def(
           "export_hf",
           [](EngineHandle& self, const std::string& out_dir, size_t max_shard_bytes) {

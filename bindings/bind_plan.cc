@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bind.h"
+#include "orlop/hardware.h"
 #include "orlop/plan.h"
 #include "orlop/stats.h"
 
@@ -30,6 +31,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("parameters", &PlanReport::parameters)
       .def_readonly("tokens_per_step", &PlanReport::tokens_per_step)
       .def_readonly("device_peak_bytes", &PlanReport::device_peak_bytes)
+      .def_readonly("device_fixed_bytes", &PlanReport::device_fixed_bytes)
       .def_readonly("device_budget_bytes", &PlanReport::device_budget_bytes)
       .def_readonly("host_bytes", &PlanReport::host_bytes)
       .def_readonly("host_budget_bytes", &PlanReport::host_budget_bytes)
@@ -41,14 +43,34 @@ void bind_plan(py::module_& module) {
       .def_readonly("prefetch_depth", &PlanReport::prefetch_depth)
       .def_readonly("waves", &PlanReport::waves)
       .def_readonly("activations_on_device", &PlanReport::activations_on_device)
+      .def_readonly("forward_flops", &PlanReport::forward_flops)
+      .def_readonly("matmul_flop_per_s", &PlanReport::matmul_flop_per_s)
+      .def_readonly("save_bytes", &PlanReport::save_bytes)
+      .def_readonly("save_seconds", &PlanReport::save_seconds)
+      .def_readonly("save_stall_seconds", &PlanReport::save_stall_seconds)
+      .def_readonly("updates_in_backward", &PlanReport::updates_in_backward)
       .def_readonly("step_seconds", &PlanReport::step_seconds)
       .def_readonly("compute_seconds", &PlanReport::compute_seconds)
       .def_readonly("optimizer_seconds", &PlanReport::optimizer_seconds)
       .def_readonly("lanes", &PlanReport::lanes)
       .def_readonly("time_is_measured", &PlanReport::time_is_measured)
+      .def_readonly("profile", &PlanReport::profile)
       .def("to_text", &PlanReport::to_text)
       .def("to_json", &PlanReport::to_json)
       .def("__str__", &PlanReport::to_text);
+
+  py::class_<MeasuredHardware>(module, "MeasuredHardware", "The profile as JSON, and its file.")
+      .def_readonly("json", &MeasuredHardware::json)
+      .def_readonly("path", &MeasuredHardware::path);
+  module.def(
+      "measure_hardware",
+      [](const std::string& device, int threads, const std::string& drive) {
+        return measure_hardware({device, threads, drive});
+      },
+      py::arg("device") = "auto", py::arg("threads") = 0, py::arg("drive") = "",
+      py::call_guard<py::gil_scoped_release>(),
+      "Measures what plans predict times from and keeps it for later plans; `drive` is a directory "
+      "on the drive to measure.");
 
   py::class_<Stats>(module, "Stats", "Counters since the engine was opened.")
       .def_readonly("steps", &Stats::steps)
@@ -58,7 +80,8 @@ void bind_plan(py::module_& module) {
       .def_readonly("device_peak_bytes", &Stats::device_peak_bytes)
       .def_readonly("host_bytes", &Stats::host_bytes)
       .def_readonly("optimizer_seconds", &Stats::optimizer_seconds)
-      .def_readonly("optimizer_exposed_seconds", &Stats::optimizer_exposed_seconds);
+      .def_readonly("optimizer_exposed_seconds", &Stats::optimizer_exposed_seconds)
+      .def_readonly("save_held_seconds", &Stats::save_held_seconds);
 }
 
 }  // namespace orlop::python

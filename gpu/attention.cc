@@ -27,7 +27,7 @@ void check_workspace(const AttentionArgs& args, size_t needed, const char* opera
 
 }  // namespace
 
-Attention::Attention(bool deterministic) : cudnn_(make_cudnn_attention(deterministic)) {}
+Attention::Attention(std::unique_ptr<AttentionBackend> cudnn) : cudnn_(std::move(cudnn)) {}
 Attention::~Attention() = default;
 
 std::string Attention::description() const {

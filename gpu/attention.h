@@ -14,8 +14,8 @@ class AttentionBackend;
 // and how cuDNN's work is cut, depends on the shape and the libraries alone.
 class Attention {
  public:
-  // `deterministic`: equal inputs give equal gradients.
-  explicit Attention(bool deterministic);
+  // `cudnn` from make_cudnn_attention(), or null: the plain kernels alone.
+  explicit Attention(std::unique_ptr<AttentionBackend> cudnn);
   ~Attention();
 
   // "cuDNN 9.19.0" or "plain kernels": for logs and reports.
@@ -26,7 +26,7 @@ class Attention {
   void backward(CudaQueue& queue, const AttentionBackwardArgs& args);
 
  private:
-  std::unique_ptr<AttentionBackend> cudnn_;  // null without cuDNN
+  std::unique_ptr<AttentionBackend> cudnn_;
 };
 
 }  // namespace orlop

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -16,6 +18,18 @@ namespace {
 // Room for the machine code that the libraries load when a kernel runs for the first time, after
 // the overhead has been measured.
 constexpr size_t kLateCodeBytes = 64 * kMiB;
+
+// The context and the libraries' code stay until the process ends: what the first backend of a
+// device took for them is the overhead of the later ones, which find them in place. Returns the
+// most that any backend of this process measured.
+size_t lasting_overhead(int device, size_t measured) {
+  static std::mutex mutex;
+  static std::map<int, size_t> known;
+  const std::lock_guard lock(mutex);
+  size_t& bytes = known[device];
+  bytes = std::max(bytes, measured);
+  return bytes;
+}
 
 std::string visible_devices() {
   const char* value = std::getenv("CUDA_VISIBLE_DEVICES");
@@ -59,6 +73,8 @@ const char* queue_name(QueueKind kind) {
       return "offload";
     case QueueKind::kComm:
       return "comm";
+    case QueueKind::kSave:
+      return "save";
   }
   return "?";
 }
@@ -98,7 +114,8 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
   ops_ = std::make_unique<CudaOps>(
       CudaOpsOptions{.device = device_,
                      .deterministic_attention = options.deterministic_attention,
-                     .autotune = options.autotune});
+                     .autotune = options.autotune,
+                     .own_kernels_only = options.own_kernels_only});
   warm_up();
   measure(options, free_before);
   log_info("GPU {}: {}, {} of {} usable, overhead {}, workspace {}, attention: {}", device_,
@@ -170,10 +187,11 @@ void CudaBackend::measure(const CudaBackendOptions& options, size_t free_before)
   for (const auto& queue : queues_) info_.workspace_bytes += queue->workspace_bytes();
   const size_t free_now = free_bytes_now();
   const size_t taken = free_before > free_now ? free_before - free_now : 0;
-  info_.overhead_bytes =
-      (taken > info_.workspace_bytes ? taken - info_.workspace_bytes : 0) + kLateCodeBytes;
-  info_.free_bytes =
-      options.device_bytes > 0 ? std::min(options.device_bytes, free_before) : free_before;
+  const size_t measured = taken > info_.workspace_bytes ? taken - info_.workspace_bytes : 0;
+  const size_t overhead = lasting_overhead(device_, measured);
+  info_.overhead_bytes = overhead + kLateCodeBytes;
+  const size_t free = free_before + (overhead - measured);
+  info_.free_bytes = options.device_bytes > 0 ? std::min(options.device_bytes, free) : free;
   const size_t fixed = info_.overhead_bytes + info_.workspace_bytes;
   check(info_.free_bytes > fixed, ErrorCode::kDoesNotFit,
         "GPU {}: the budget of {} is below the {} that context, libraries ({}) and workspace ({}) "

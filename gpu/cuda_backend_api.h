@@ -20,6 +20,9 @@ struct CudaBackendOptions {
   // Choose matmul algorithms by timing instead of by the heuristic alone; runs may then differ in
   // bits.
   bool autotune = false;
+  // Matmuls and attention by plain kernels instead of cuBLASLt's and cuDNN's: slow, for checkers of
+  // our own kernels that cannot follow the libraries'.
+  bool own_kernels_only = false;
 };
 
 }  // namespace orlop

@@ -5,6 +5,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "cpu_adam/adam.h"
+#include "gpu/attention_backend.h"
 #include "gpu/device_scope.h"
 #include "gpu/kernels/kernels.h"
 
@@ -37,11 +38,15 @@ constexpr int64_t kHeadChunkRows = 8192;
 
 CudaOps::CudaOps(const CudaOpsOptions& options)
     : device_(options.device),
-      matmul_(options.autotune),
-      attention_(options.deterministic_attention) {}
+      own_kernels_only_(options.own_kernels_only),
+      matmul_(options.device, options.autotune),
+      attention_(options.own_kernels_only ? nullptr
+                                          : make_cudnn_attention(options.deterministic_attention)) {
+}
 
 void CudaOps::matmul(Queue& queue, const MatmulArgs& args) {
   const Issue issue(queue, "matmul");
+  if (own_kernels_only_) return kernels::plain_matmul(args, issue.stream());
   matmul_.run(issue.queue(), args);
 }
 

@@ -12,6 +12,7 @@ struct CudaOpsOptions {
   int device = 0;
   bool deterministic_attention = true;
   bool autotune = false;
+  bool own_kernels_only = false;
 };
 
 // The operations on one device: cuBLASLt, cuDNN and the kernels of gpu/kernels. matmul,
@@ -48,6 +49,7 @@ class CudaOps final : public Ops {
 
  private:
   int device_;
+  bool own_kernels_only_;
   CublasMatmul matmul_;
   Attention attention_;
 };

@@ -14,9 +14,10 @@
 
 namespace orlop {
 
-// Matmuls of one device through cuBLASLt. The algorithm of a shape is chosen once, from the shape,
-// the layouts, the dtypes and the alignment of the pointers alone, under one fixed workspace; so
-// the bits do not depend on budgets. What cuBLASLt does not have is computed by a plain kernel.
+// Matmuls of one device through cuBLASLt. The algorithm of a shape is chosen once, among cuBLASLt's
+// first heuristics, from the shape, the layouts, the dtypes and the alignment of the pointers
+// alone, under one fixed workspace; so the bits do not depend on budgets. What cuBLASLt does not
+// have is computed by a plain kernel.
 class CublasMatmul {
  public:
   // The workspace of every matmul, in every plan.
@@ -26,12 +27,12 @@ class CublasMatmul {
   // `autotune`: at a shape's first call, time the first kCandidates heuristics on its operands and
   // keep the fastest for the life of the process; not where c is accumulated into. Faster at times,
   // but two runs may then choose differently and differ in their last bits.
-  explicit CublasMatmul(bool autotune);
+  CublasMatmul(int device, bool autotune);
   ~CublasMatmul();
 
   void run(CudaQueue& queue, const MatmulArgs& args);
 
-  // Times (ms per call, median) the candidates of args' shape in the order of the heuristics; c is
+  // Times (ms per call, median) the candidates of args' shape, the one that run() uses first; c is
   // overwritten. For measurements only.
   std::vector<float> time_candidates(CudaQueue& queue, const MatmulArgs& args);
 
@@ -55,6 +56,7 @@ class CublasMatmul {
   std::vector<float> time_plan(CudaQueue& queue, const Plan& plan, const MatmulArgs& args) const;
 
   cublasLtHandle_t handle_ = nullptr;
+  int multiprocessors_ = 0;  // 0: the heuristic's first is taken
   bool autotune_;
   std::mutex mutex_;  // guards plans_, also while one is launched: the bias pointer is set in it
   std::unordered_map<Key, std::unique_ptr<Plan>, KeyHash> plans_;

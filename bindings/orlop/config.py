@@ -171,7 +171,14 @@ _OPTIONS = (
     Option("weight_decay", _NOT_NEGATIVE, 0.0, "not applied to norms and biases", ("wd",)),
     Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
     Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
-    Option("clip", _NOT_NEGATIVE, 1.0, "global gradient norm; 0: off", ("max_grad_norm",)),
+    Option(
+        "clip",
+        _NOT_NEGATIVE,
+        1.0,
+        "global gradient norm; 0: off, which saves 2 B/param of host memory and, except in fp16, starts "
+        "updates inside backward (a gradient that is not finite then leaves only its own block as it was)",
+        ("max_grad_norm",),
+    ),
     Option(
         "schedule",
         _one_of("cosine", "linear", "constant", "wsd"),
@@ -190,6 +197,12 @@ _OPTIONS = (
     Option("device", str, "auto", "auto, host, cuda or cuda:N"),
     Option("device_mem", parse_bytes, None, "hard budget of device bytes, e.g. 193MB", ("gpu_mem",)),
     Option("host_mem", parse_bytes, None, "hard budget of host bytes, e.g. 20GiB"),
+    Option(
+        "snapshot_mem",
+        parse_bytes,
+        0,
+        "of the host bytes, for copies that keep updates from waiting for a save, e.g. 2GiB",
+    ),
     Option("threads", _COUNT, 0, "host threads; 0: every usable core"),
     Option("prefetch", _COUNT, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
     Option("resident_blocks", _COUNT, None, "blocks whose weights stay on the device", ("resident",)),
@@ -200,8 +213,16 @@ _OPTIONS = (
     Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
     Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
     # Run.
-    Option("resume", str, "auto", "auto, must, never, or a step-N folder", ("resume_from_checkpoint",)),
+    Option("resume", str, "auto", "auto (the complete checkpoint that was written last), must, never, or a step-N folder", ("resume_from_checkpoint",)),
     Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
+    Option(
+        "async_save",
+        parse_bool,
+        True,
+        "checkpoints of save_every are written beside the steps that follow",
+        ("async",),
+        is_flag=True,
+    ),
     Option("keep", _POSITIVE, 3, "newest checkpoints to keep", ("save_total_limit",)),
     Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only", ("eval_steps",)),
     Option("log_every", _POSITIVE, 1, "steps between progress lines", ("logging_steps",)),

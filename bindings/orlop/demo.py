@@ -30,7 +30,6 @@ _HELD_OUT = ("developer-duties", "new-maintainer")
 _DEVICE_SHARE = 0.12  # of the bytes of masters and moments
 
 _SETTINGS = {
-    "device": "host",
     "seq_len": 512,
     "steps": 48,
     "lr": 2e-4,
@@ -95,11 +94,13 @@ def demo_config(args: argparse.Namespace, work_dir: Path) -> RunConfig:
     wanted["output"] = str(work_dir / "run")
     config.update(wanted, "demo")
     if config.device_mem is None:
-        states = _orlop.plan(config.model, engine_config(config, config.steps)).state_bytes
-        config.update({"device_mem": int(_DEVICE_SHARE * states)}, "demo")
+        plan = _orlop.plan(config.model, engine_config(config, config.steps))
+        share, fixed = int(_DEVICE_SHARE * plan.state_bytes), plan.device_fixed_bytes
+        config.update({"device_mem": fixed + share}, "demo")
         print(
-            f"states {format_bytes(states)}, device budget {format_bytes(config.device_mem)} "
-            f"({_DEVICE_SHARE:.0%} of them)",
+            f"states {format_bytes(plan.state_bytes)}, device budget {format_bytes(share)} "
+            f"({_DEVICE_SHARE:.0%} of them)"
+            + (f" beside the {format_bytes(fixed)} of the GPU's context and libraries" if fixed else ""),
             flush=True,
         )
     return config

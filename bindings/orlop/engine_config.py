@@ -63,7 +63,11 @@ def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:
             min_lr_ratio=config.min_lr_ratio,
             decay_ratio=config.decay_ratio,
         ),
-        limits=_orlop.LimitsConfig(device_bytes=config.device_mem, host_bytes=config.host_mem),
+        limits=_orlop.LimitsConfig(
+            device_bytes=config.device_mem,
+            host_bytes=config.host_mem,
+            snapshot_bytes=config.snapshot_mem,
+        ),
         placement=_orlop.PlacementConfig(
             prefetch_depth=config.prefetch,
             resident_blocks=config.resident_blocks,

@@ -55,7 +55,10 @@ class StepRecorder:
         self._engine = engine
         self._tokens = tokens_before
         self._last = engine.stats()
-        self._parameters = engine.plan.parameters
+        plan = engine.plan
+        # Forward once and backward twice; recomputation is not counted.
+        self._flops_per_token = 3.0 * plan.forward_flops / plan.tokens_per_step
+        self._peak_flop_per_s = plan.matmul_flop_per_s
 
     @property
     def tokens(self) -> int:
@@ -75,15 +78,19 @@ class StepRecorder:
             "clip": result.clip,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
+            **({"nonfinite": result.nonfinite} if result.skipped else {}),
             "labelled_tokens": result.labelled_tokens,
             "tok_per_s": rate,
-            "model_flop_per_s": 6.0 * self._parameters * rate,
+            "model_flop_per_s": self._flops_per_token * rate,
+            # Of the rate of large matmuls that `orlop doctor --measure` found on this machine.
+            "mfu": self._flops_per_token * rate / self._peak_flop_per_s if self._peak_flop_per_s else None,
             "ms": {
                 "step": 1e3 * result.seconds,
                 "optimizer": 1e3 * (stats.optimizer_seconds - last.optimizer_seconds),
             },
             "stall_ms": {
                 "optimizer": 1e3 * (stats.optimizer_exposed_seconds - last.optimizer_exposed_seconds),
+                "save": 1e3 * (stats.save_held_seconds - last.save_held_seconds),
             },
             "link_bytes": {
                 "upload": stats.uploaded_bytes - last.uploaded_bytes,

@@ -28,12 +28,13 @@ def step_line(record: dict[str, Any], total_steps: int, remaining_seconds: float
         f"lr {record['lr']:.2e}",
         f"norm {record['grad_norm']:.2f}",
         f"{record['tok_per_s']:,.0f} tok/s",
+        *([f"mfu {100 * record['mfu']:.0f}%"] if record["mfu"] is not None else []),
         f"device {format_bytes(record['tier_bytes']['device'])}",
         f"host {format_bytes(record['tier_bytes']['host'])}",
         f"eta {format_duration(remaining_seconds)}",
     ]
     if record["skipped"]:
-        parts.insert(1, "skipped: a gradient was not finite")
+        parts.insert(1, f"skipped: {record['nonfinite']} is not finite")
     return " | ".join(parts)
 
 

@@ -214,12 +214,16 @@ class FinetuneRun:
         progress.note(f"held-out loss at step {engine.steps_done}: {loss:.4f}")
         return loss
 
-    def _save(self, engine: _orlop.Engine, progress: Progress, tokens: int) -> None:
+    def _save(self, engine: _orlop.Engine, progress: Progress, tokens: int, background: bool = False) -> None:
+        """Without `background` the newest step is saved when this returns."""
         if engine.steps_done == self._saved_step:
+            if not background:
+                engine.wait_for_save()
             return
-        path = engine.save_checkpoint(str(self._run_dir), self._user_state(tokens), self._config.keep)
+        mode = _orlop.SaveMode.BACKGROUND if background else _orlop.SaveMode.WAIT
+        path = engine.save_checkpoint(str(self._run_dir), self._user_state(tokens), self._config.keep, mode)
         self._saved_step = engine.steps_done
-        progress.note(f"saved {path}")
+        progress.note(f"saving {path} beside the next steps" if background else f"saved {path}")
 
     def _train(
         self,
@@ -243,7 +247,7 @@ class FinetuneRun:
             if stop.signal is not None:
                 break
             if config.save_every and result.step % config.save_every == 0:
-                self._save(engine, progress, recorder.tokens)
+                self._save(engine, progress, recorder.tokens, background=config.async_save)
             if config.eval_every and result.step % config.eval_every == 0:
                 loss_after = self._evaluate(engine, log, progress)
         if stop.signal is not None:

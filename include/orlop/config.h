@@ -21,7 +21,11 @@ struct OptimizerConfig {
   double weight_decay = 0.0;  // not applied to norms and biases
   bool decoupled = true;
   DType moments = DType::kF32;  // kF32, or kBF16 with stochastic rounding
-  double max_grad_norm = 1.0;   // global norm; 0 switches clipping off
+  // Global norm; 0 switches clipping off. Without it, in bf16 and fp32, every block is updated
+  // inside backward, as soon as its gradient is there, and gradients take no memory that lasts. A
+  // gradient that is not finite then leaves its own block as it is; with clipping, and in fp16, it
+  // leaves all of them.
+  double max_grad_norm = 1.0;
 };
 
 enum class ScheduleKind : uint8_t { kConstant, kLinear, kCosine, kWsd };
@@ -44,6 +48,9 @@ struct BatchConfig {
 struct LimitsConfig {
   std::optional<size_t> device_bytes;
   std::optional<size_t> host_bytes;
+  // Of the host bytes, for copies of states that a save in the background makes so that updates
+  // need not wait until they are written.
+  size_t snapshot_bytes = 0;
 };
 
 // What the planner decides by itself unless it is told.
@@ -65,7 +72,7 @@ struct EngineConfig {
   PlacementConfig placement;
   int threads = 0;             // host threads for compute and optimizer; 0: every usable core
   bool reference_ops = false;  // host device only: plain loops instead of oneDNN
-  int max_skipped_steps = 10;  // this many non-finite steps in a row end the run
+  int max_skipped_steps = 10;  // this many steps in a row with a gradient not finite end the run
   bool from_scratch = false;   // random weights, normal(0, 0.02), instead of the folder's
   uint64_t seed = 0;           // random weights and stochastic rounding
 };

@@ -35,7 +35,10 @@ struct StepResult {
   double clip = 1;       // factor that clipping applied
   double learning_rate = 0;
   double loss_scale = 1;
-  bool skipped = false;  // a gradient was not finite: no state changed
+  // A gradient was not finite. With clipping, or in fp16, no state changed and the step does not
+  // count; else only the blocks whose gradients were finite were updated, and it counts.
+  bool skipped = false;
+  std::string nonfinite;  // the first such tensor, its block and the element; or empty
   int64_t tokens = 0;
   int64_t labelled_tokens = 0;
   double seconds = 0;
@@ -47,6 +50,12 @@ struct EvalResult {
 };
 
 enum class StateKind : uint8_t { kMaster, kExpAvg, kExpAvgSq };
+
+// When save_checkpoint returns.
+enum class SaveMode : uint8_t {
+  kWait,        // when the checkpoint is complete
+  kBackground,  // at once: it is written beside the steps that follow
+};
 
 struct TensorDescription {
   std::string name;
@@ -87,14 +96,25 @@ class ORLOP_EXPORT Engine {
 
   // Writes run_dir/step-N/ (states, manifest last, rename) and keeps the newest `keep`.
   // `user_state` is stored in the manifest and given back by load_checkpoint: the place for the
-  // data loader's position. Returns the folder's path.
-  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep);
+  // data loader's position. Returns the folder's path. Until the manifest is written and the folder
+  // has its name, the last checkpoint is the newest.
+  //
+  // In the background the next step's update of a block waits until the block is written, or copied
+  // to LimitsConfig::snapshot_bytes; plan().save_stall_seconds is what that is expected to cost. An
+  // error reaches the caller, once, at the next call, and harms neither the run nor older
+  // checkpoints. One save runs at a time: the next one waits for it, and so does the destructor.
+  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep,
+                              SaveMode mode = SaveMode::kWait);
+
+  // Returns when no save runs. Throws the error of the one that ran.
+  void wait_for_save();
 
   // Reads one step-N folder into the present placement, whatever placement wrote it. Returns
   // user_state.
   std::string load_checkpoint(const std::string& step_dir);
 
-  // The newest complete checkpoint of a run, or "".
+  // The newest complete checkpoint of a run, or "". Newest is the one written last: after going
+  // back to an older checkpoint, its successors and not those that were left behind.
   static std::string latest_checkpoint(const std::string& run_dir);
 
   // Writes a complete Hugging Face folder: weights in `dtype` (the model's compute dtype by

@@ -32,6 +32,7 @@ struct ORLOP_EXPORT PlanReport {
   int64_t parameters = 0;
   int64_t tokens_per_step = 0;
   size_t device_peak_bytes = 0;
+  size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;
@@ -43,12 +44,19 @@ struct ORLOP_EXPORT PlanReport {
   int prefetch_depth = 0;
   int waves = 1;
   bool activations_on_device = false;
-  double step_seconds = 0;       // predicted
-  double compute_seconds = 0;    // of it, the compute queue alone
-  double optimizer_seconds = 0;  // the host update alone
+  bool updates_in_backward = false;  // clipping is off, and not fp16: no gradient waits for a norm
+  double step_seconds = 0;           // predicted
+  double compute_seconds = 0;        // of it, the compute queue alone
+  double optimizer_seconds = 0;      // the host update alone
+  double forward_flops = 0;          // of all micro-batches, one forward pass
+  double matmul_flop_per_s = 0;      // of large matmuls, as measured here; 0: not measured
+  size_t save_bytes = 0;             // of one checkpoint
+  double save_seconds = 0;           // to write it
+  double save_stall_seconds = 0;     // what a save in the background adds to the steps beside it
   std::vector<PlanLane> lanes;
   bool time_is_measured =
-      false;  // false: from default bandwidths, not from `orlop doctor --measure`
+      false;            // false: from default bandwidths, not from `orlop doctor --measure`
+  std::string profile;  // the file that holds them, if they are measured
 
   std::string to_text() const;  // the table that `orlop plan` prints
   std::string to_json() const;

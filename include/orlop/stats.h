@@ -19,6 +19,7 @@ struct Stats {
   size_t host_bytes = 0;                 // arena as taken
   double optimizer_seconds = 0;          // time inside host updates
   double optimizer_exposed_seconds = 0;  // of it, time the main thread waited
+  double save_held_seconds = 0;          // time host updates waited for saves in the background
 };
 
 }  // namespace orlop

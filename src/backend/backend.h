@@ -33,6 +33,22 @@ struct Gate {
   std::atomic<uint32_t>* value = nullptr;
 };
 
+// What the host does with gates: opens one, and waits for one on the calling thread, which tells
+// whether it had to. The caller looks for kFailed.
+inline void open_gate(const Gate& gate, uint32_t version) {
+  gate.value->store(version, std::memory_order_release);
+  gate.value->notify_all();
+}
+inline bool await_gate(const Gate& gate, uint32_t version) {
+  bool waited = false;
+  for (uint32_t value = gate.value->load(std::memory_order_acquire); value < version;
+       value = gate.value->load(std::memory_order_acquire)) {
+    gate.value->wait(value, std::memory_order_acquire);
+    waited = true;
+  }
+  return waited;
+}
+
 // An in-order stream of work. Calls only issue work; all pointers stay valid until it has run.
 // Called by one thread at a time.
 class Queue {
@@ -54,8 +70,9 @@ class Queue {
   virtual void synchronize() = 0;
 };
 
-enum class QueueKind : uint8_t { kCompute, kUpload, kOffload, kComm };
-inline constexpr int kQueueKinds = 4;
+// kSave: copies to the host for a save that runs beside the step, from a thread of its own.
+enum class QueueKind : uint8_t { kCompute, kUpload, kOffload, kComm, kSave };
+inline constexpr int kQueueKinds = 5;
 
 struct DeviceInfo {
   std::string name;            // "NVIDIA H100 80GB HBM3", "host"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -24,11 +25,13 @@ DType stored_dtype(Plane plane, DType moment_dtype) {
   return plane == Plane::kMaster ? DType::kF32 : moment_dtype;
 }
 
-std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore& states) {
+// In the order in which `params` are written, which lets the file's hash run along.
+std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore& states,
+                                    const std::vector<int>& params) {
   std::vector<TensorSpec> specs;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const DType moments = states.planes(static_cast<int>(param)).moment_dtype;
-    for (const Segment& segment : layout.flat_params[param].segments) {
+  for (const int param : params) {
+    const DType moments = states.planes(param).moment_dtype;
+    for (const Segment& segment : layout.flat_params[static_cast<size_t>(param)].segments) {
       for (const auto& [plane, suffix] : kPlanes) {
         specs.push_back({segment.name + suffix, stored_dtype(plane, moments), segment.shape});
       }
@@ -47,11 +50,12 @@ void for_pieces(const Segment& segment, const Use& use) {
   }
 }
 
-void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateStore& states) {
+void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateStore& states,
+                  const SaveOrder& order) {
   std::vector<uint16_t> halves;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    for (const Segment& segment : layout.flat_params[param].segments) {
+  for (const int index : order.params) {
+    order.before(index);
+    for (const Segment& segment : layout.flat_params[static_cast<size_t>(index)].segments) {
       for (const auto& [plane, suffix] : kPlanes) {
         const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
         const std::string name = segment.name + suffix;
@@ -67,6 +71,7 @@ void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateSto
         });
       }
     }
+    order.after(index);
   }
 }
 
@@ -138,34 +143,25 @@ void read_states(const SafetensorsReader& reader, const ModelLayout& layout, Sta
   }
 }
 
-// Those of a run that was left behind by going back to an older checkpoint. They do not push out
-// what was just written.
-size_t newer_checkpoints(const fs::path& root, int64_t step) {
-  const std::vector<CheckpointEntry> entries = list_checkpoints(root);
-  return static_cast<size_t>(
-      std::count_if(entries.begin(), entries.end(),
-                    [&](const CheckpointEntry& entry) { return entry.step > step; }));
-}
-
 }  // namespace
 
 fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
-                       StateStore& states, const TrainingState& training) {
+                       StateStore& states, const TrainingState& training, const SaveOrder& order) {
   remove_leftovers(root);
   const fs::path folder = begin_checkpoint(root, training.steps);
   std::error_code error;
   fs::create_directories((folder / kStatesFile).parent_path(), error);
   check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}",
         (folder / kStatesFile).parent_path().string(), error.message());
-  SafetensorsWriter writer(folder / kStatesFile, state_specs(layout, states));
-  write_states(writer, layout, states);
+  SafetensorsWriter writer(folder / kStatesFile, state_specs(layout, states, order.params));
+  write_states(writer, layout, states, order);
   const WrittenFile written = writer.finish();
   Manifest manifest;
   manifest.step = training.steps;
   manifest.state = to_json(training);
   manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
   const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, std::max(keep, newer_checkpoints(root, training.steps) + 1));
+  prune_checkpoints(root, keep);
   return complete;
 }
 
@@ -174,7 +170,9 @@ TrainingState load_training(const fs::path& folder, const ModelLayout& layout, S
   const TrainingState training = from_json(manifest.state, folder);
   const fs::path file = folder / kStatesFile;
   const SafetensorsReader reader(file);
-  check_names(reader, state_specs(layout, states), file);
+  std::vector<int> params(layout.flat_params.size());
+  std::iota(params.begin(), params.end(), 0);
+  check_names(reader, state_specs(layout, states, params), file);
   read_states(reader, layout, states);
   return training;
 }

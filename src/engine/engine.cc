@@ -61,7 +61,7 @@ class Engine::Impl {
   Impl(std::string model_dir, const EngineConfig& config)
       : config_(config),
         model_dir_(std::move(model_dir)),
-        session_(make_planning(model_dir_, config, &tracer_), config),
+        session_(make_planning(model_dir_, config, &tracer_), config, &tracer_),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
@@ -82,6 +82,7 @@ class Engine::Impl {
 
   EvalResult evaluate(std::span<const MicroBatch> batches) {
     return changing([&] {
+      optimizer_.wait_idle();  // the plan of an evaluation lays its own buffers over gradients
       EvalResult result;
       double loss_sum = 0;
       for (size_t i = 0; i < batches.size(); ++i) {
@@ -90,7 +91,6 @@ class Engine::Impl {
         if (!has_label) continue;
         WalkInput input;
         input.batches = batches.subspan(i, 1);
-        input.version = version_;
         const WalkResult walk = session_.executor().walk(session_.eval_plan(), input);
         loss_sum += walk.loss_sum;
         result.labelled_tokens += walk.labelled_tokens;
@@ -129,17 +129,22 @@ class Engine::Impl {
     });
   }
 
-  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep) {
+  std::string save_checkpoint(const std::string& run_dir, const std::string& user_state, int keep,
+                              SaveMode mode) {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
-    return reading([&] {
-      const TrainingState training{applied_steps_, scaler_.state(), user_state};
-      return save_training(run_dir, static_cast<size_t>(keep), layout(), session_.states(),
-                           training)
-          .string();
-    });
+    check_usable();
+    if (mode == SaveMode::kWait) optimizer_.wait_idle();
+    const TrainingState training{applied_steps_, scaler_.state(), user_state};
+    const std::filesystem::path folder =
+        session_.save().start({run_dir, static_cast<size_t>(keep), training, version_});
+    if (mode == SaveMode::kWait) session_.save().wait();
+    return folder.string();
   }
 
+  void wait_for_save() { session_.save().wait(); }
+
   std::string load_checkpoint(const std::string& step_dir) {
+    session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
       const TrainingState training = load_training(step_dir, layout(), session_.states());
@@ -166,6 +171,7 @@ class Engine::Impl {
     stats.host_bytes = session_.host_bytes();
     stats.optimizer_seconds = optimizer_.busy_seconds();
     stats.optimizer_exposed_seconds = exposed_seconds_;
+    stats.save_held_seconds = optimizer_.held_seconds();
     return stats;
   }
 
@@ -192,9 +198,10 @@ class Engine::Impl {
          .loss_scale = loss_scale,
          .max_grad_norm = static_cast<float>(config_.optimizer.max_grad_norm),
          .version = version_,
-         .hyper = hyper});
+         .hyper = hyper,
+         .save = session_.save().running(),
+         .optimizer = &optimizer_});
     ++version_;
-    optimizer_.submit({walk.scalars, hyper, version_, hyper.step});
     if (session_.backend().info().is_host && session_.planning().threads <= kFewCores) {
       const auto wait_begin = std::chrono::steady_clock::now();
       optimizer_.wait_idle();
@@ -210,11 +217,14 @@ class Engine::Impl {
     result.tokens = static_cast<int64_t>(batches.size()) * session_.input().shape.rows;
     result.labelled_tokens = walk.labelled_tokens;
     result.step = applied_steps_ + 1;
+    // Without a norm to wait for, the blocks whose gradients are finite were updated: the step
+    // counts.
+    if (!result.skipped || !session_.input().updates_wait_for_norm) ++applied_steps_;
     if (result.skipped) {
-      scaler_.step_nonfinite(first_bad_text(walk.scalars));
+      result.nonfinite = first_bad_text(walk.scalars);
+      scaler_.step_nonfinite(result.nonfinite);
     } else {
       scaler_.step_finite();
-      ++applied_steps_;
     }
     result.seconds = seconds_since(begin);
     return result;
@@ -238,11 +248,13 @@ class Engine::Impl {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
-  void check_usable() const {
+  // Throws, once, also the error of a save in the background, which harms nothing.
+  void check_usable() {
     check(failure_.empty(), ErrorCode::kInternal,
           "the engine failed before and refuses further work; resume from the last checkpoint. The "
           "first error was: {}",
           failure_);
+    session_.save().check_finished();
   }
 
   // Work that changes states. After a failure that may have left them half changed, every further
@@ -308,9 +320,10 @@ void Engine::read_state(const std::string& tensor, StateKind kind, std::span<flo
   impl_->read_state(tensor, kind, values);
 }
 std::string Engine::save_checkpoint(const std::string& run_dir, const std::string& user_state,
-                                    int keep) {
-  return impl_->save_checkpoint(run_dir, user_state, keep);
+                                    int keep, SaveMode mode) {
+  return impl_->save_checkpoint(run_dir, user_state, keep, mode);
 }
+void Engine::wait_for_save() { impl_->wait_for_save(); }
 std::string Engine::load_checkpoint(const std::string& step_dir) {
   return impl_->load_checkpoint(step_dir);
 }

@@ -11,22 +11,15 @@ namespace {
 constexpr std::array<PlanLaneKind, 3> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
                                                       PlanLaneKind::kOffload};
 
-const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
-                          int param = -1) {
-  for (const BufferUse& use : op.uses) {
-    const PlanBuffer& buffer = plan.buffer(use);
-    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
-      return &use;
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 // Events and staging of one plan, made at its first walk.
 struct Executor::PlanState {
-  std::vector<std::unique_ptr<Event>> events;  // of operations that signal
-  std::vector<BatchStaging> staging;           // per micro-batch
+  // Of operations that signal. Walks take turns: the optimizer may come to wait for an event of a
+  // walk when the next one is under way; in that one, all updates of the first are waited for.
+  std::array<std::vector<std::unique_ptr<Event>>, 2> events;
+  size_t turn = 0;
+  std::vector<BatchStaging> staging;  // per micro-batch
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
@@ -80,10 +73,12 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   std::unique_ptr<PlanState>& slot = states_[&plan];
   if (slot) return *slot;
   slot = std::make_unique<PlanState>();
-  slot->events.resize(plan.ops.size());
+  for (auto& events : slot->events) events.resize(plan.ops.size());
   for (size_t i = 0; i < plan.ops.size(); ++i) {
     const PlanOp& op = plan.ops[i];
-    if (op.signals) slot->events[i] = backend_.make_event();
+    for (auto& events : slot->events) {
+      if (op.signals && op.lane != PlanLaneKind::kOptimizer) events[i] = backend_.make_event();
+    }
     if (op.kind == OpKind::kUploadBatch) {
       slot->staging.emplace_back(input_.shape.rows, sequence_length_, vocab_size_, max_positions_);
       ORLOP_INVARIANT(slot->staging.back().bytes() <= input_.batch_bytes());
@@ -131,6 +126,7 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
         "step: no token of the {} micro-batches has a label", input.batches.size());
   *reinterpret_cast<float*>(memory_.scalars + kLossScaleOffset) =
       input.loss_scale / static_cast<float>(walk.labelled_tokens);
+  state.turn = 1 - state.turn;
   order_after_previous_walk();
   for (size_t i = 0; i < plan.ops.size(); ++i) issue(walk, i);
   for (const PlanLaneKind lane : kDeviceLanes) queue_of(lane).synchronize();
@@ -148,11 +144,49 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
 // The order of the queues is the plan's also where a micro-batch is missing.
 void Executor::issue(Walk& walk, size_t index) {
   const PlanOp& op = walk.plan.ops[index];
-  if (op.lane == PlanLaneKind::kOptimizer) return;
+  if (op.lane == PlanLaneKind::kOptimizer) {
+    submit_update(walk, op);
+    return;
+  }
   Queue& queue = queue_of(op.lane);
-  for (const int wait : op.waits) queue.wait(*walk.state.events[static_cast<size_t>(wait)]);
+  issue_waits(walk, op, queue);
   if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
-  if (op.signals) queue.record(*walk.state.events[index]);
+  if (op.signals) queue.record(*walk.state.events[walk.state.turn][index]);
+}
+
+void Executor::issue_waits(Walk& walk, const PlanOp& op, Queue& queue) {
+  const auto wait_update = [&](int param, uint32_t version) {
+    if (walk.input.optimizer == nullptr) return;
+    queue.wait_gate(memory_.gates[static_cast<size_t>(param)], version);
+  };
+  if (op.after_update >= 0) wait_update(op.after_update, walk.input.version);
+  for (const int wait : op.waits) {
+    const PlanOp& earlier = walk.plan.ops[static_cast<size_t>(wait)];
+    if (earlier.lane == PlanLaneKind::kOptimizer) {
+      wait_update(earlier.param, walk.input.version + 1);
+    } else {
+      queue.wait(*walk.state.events[walk.state.turn][static_cast<size_t>(wait)]);
+    }
+  }
+}
+
+void Executor::submit_update(Walk& walk, const PlanOp& op) {
+  if (walk.input.optimizer == nullptr) return;
+  const StepPlan& plan = walk.plan;
+  UpdateJob job;
+  job.param = op.param;
+  size_t arrivals = 0;
+  for (const int wait : op.waits) {
+    job.arrivals.at(arrivals++) =
+        walk.state.events[walk.state.turn][static_cast<size_t>(wait)].get();
+  }
+  job.scalars = reinterpret_cast<const StepScalars*>(
+      address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kHost))));
+  job.saved = memory_.saved[static_cast<size_t>(op.param)];
+  job.saved_version = walk.input.save;
+  job.hyper = walk.input.hyper;
+  job.version = walk.input.version + 1;
+  walk.input.optimizer->submit(job);
 }
 
 void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
@@ -165,8 +199,6 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       }
       break;
     case OpKind::kUploadParam:
-      queue.wait_gate(memory_.gates[static_cast<size_t>(op.param)], walk.input.version);
-      [[fallthrough]];
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:
     case OpKind::kOffloadInput:
@@ -188,12 +220,15 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_round_grad(walk, op, queue);
       break;
     case OpKind::kFinishNorm:
-      issue_finish_norm(walk, queue);
+      issue_finish_norm(walk, op, queue);
       break;
     case OpKind::kOffloadScalars:
       queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
       break;
     case OpKind::kDeviceAdam:
+      if (walk.input.save > 0) {
+        queue.wait_gate(memory_.saved[static_cast<size_t>(op.param)], walk.input.save);
+      }
       issue_device_adam(walk, op, queue);
       break;
     case OpKind::kHostAdam:
@@ -201,8 +236,9 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
   }
 }
 
-// A copy between the tiers: the operation's one host buffer and its one device buffer. A
-// FlatParam's state buffer is copied as far as its compute copy goes.
+// A copy between the tiers: the operation's one host buffer and its one device buffer, and the
+// StepScalars of an offloaded gradient. A FlatParam's state buffer is copied as far as its compute
+// copy goes.
 void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer* host = nullptr;
   const PlanBuffer* device = nullptr;
@@ -220,6 +256,11 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   } else {
     queue.offload(address(*host), address(*device), bytes);
     offloaded_bytes_ += bytes;
+  }
+  if (op.kind != OpKind::kOffloadGrad) return;
+  if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kDevice)) {
+    const BufferUse* to = find_use(plan, op, BufferKind::kScalars, Tier::kHost);
+    queue.offload(address(plan.buffer(*to)), address(plan.buffer(*scalars)), sizeof(StepScalars));
   }
 }
 
@@ -281,7 +322,8 @@ void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
   backend_.ops().round_grad(queue, args);
 }
 
-void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
+// Of all FlatParams: the step's norm, and clipping. Of one alone: whether its update is applied.
+void Executor::issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue) {
   const size_t params = input_.layout.flat_params.size();
   const std::byte* sums = address(walk.plan.buffers[static_cast<size_t>(walk.plan.norm_sums)]);
   FinishNormArgs args;
@@ -289,18 +331,26 @@ void Executor::issue_finish_norm(Walk& walk, Queue& queue) {
   args.first_nonfinite = reinterpret_cast<const int64_t*>(sums + first_nonfinite_offset(params));
   args.params = static_cast<int64_t>(params);
   args.max_norm = walk.input.max_grad_norm;
+  if (op.param >= 0) {
+    args.square_sums += op.param;
+    args.first_nonfinite += op.param;
+    args.params = 1;
+    args.max_norm = 0;
+  }
   args.loss_scale = walk.input.loss_scale;
-  args.out = reinterpret_cast<StepScalars*>(device_scalars(walk.plan));
+  args.out = reinterpret_cast<StepScalars*>(
+      address(walk.plan.buffer(*find_use(walk.plan, op, BufferKind::kScalars, Tier::kDevice))));
   backend_.ops().finish_norm(queue, args);
 }
 
 void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   const StepPlan& plan = walk.plan;
   std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
-  const std::byte* grad =
-      address(plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice)));
+  const std::byte* grad = address(plan.buffer(op.uses.front()));  // the gradient comes first
   const StatePlanes planes =
       state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
+  const auto* scalars = reinterpret_cast<const StepScalars*>(
+      address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kDevice))));
   const AdamHyper& hyper = walk.input.hyper;
   for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
     const size_t begin = static_cast<size_t>(run.begin);
@@ -315,7 +365,7 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
     args.exp_avg = base + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
     args.exp_avg_sq = base + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
     args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
-    args.scalars = reinterpret_cast<const StepScalars*>(device_scalars(plan));
+    args.scalars = scalars;
     args.numel = run.numel;
     args.rng_offset = run.begin;
     args.compute_dtype = input_.compute_dtype;

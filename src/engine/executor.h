@@ -11,6 +11,7 @@
 #include "cpu_adam/adam.h"
 #include "engine/batch_staging.h"
 #include "model/block.h"
+#include "optim/optimizer_queue.h"
 #include "orlop/engine.h"
 #include "zero/param_states.h"
 #include "zero/step_plan.h"
@@ -22,7 +23,8 @@ struct ExecutorMemory {
   std::byte* device = nullptr;
   std::byte* host = nullptr;
   std::byte* scalars = nullptr;  // the host's kScalars buffer
-  std::vector<Gate> gates;       // one per FlatParam
+  std::vector<Gate> gates;       // one per FlatParam: version that its update has written
+  std::vector<Gate> saved;       // likewise: the last save that does not read it any more
 };
 
 // What one walk over a plan is told.
@@ -30,8 +32,12 @@ struct WalkInput {
   std::span<const MicroBatch> batches;
   float loss_scale = 1;
   float max_grad_norm = 0;
-  uint32_t version = 0;  // uploads wait for this version of every FlatParam
-  AdamHyper hyper;       // of updates on the device
+  uint32_t version = 0;  // of every FlatParam: what the step before made of it
+  AdamHyper hyper;       // of the updates
+  uint32_t save = 0;     // the save that may still read what updates write, or none
+  // Runs the host updates, which make `version` + 1. Null: no host update runs, for whoever times
+  // the device's work alone.
+  OptimizerQueue* optimizer = nullptr;
 };
 
 // What one walk gives back, when all its device work is over.
@@ -50,9 +56,8 @@ class Executor {
            int64_t max_positions);
   ~Executor();
 
-  // Issues all operations, waits for the device, sums the losses. kHostAdam operations are left to
-  // the caller: their gradients and `scalars` are in host memory when this returns. Fewer
-  // micro-batches than the plan has leave out the operations of the last ones.
+  // Issues all operations, waits for the device, sums the losses. Host updates may still run when
+  // this returns. Fewer micro-batches than the plan has leave out the operations of the last ones.
   WalkResult walk(const StepPlan& plan, const WalkInput& input);
 
   uint64_t uploaded_bytes() const { return uploaded_bytes_; }
@@ -64,10 +69,12 @@ class Executor {
 
   PlanState& prepare(const StepPlan& plan);
   void issue(Walk& walk, size_t index);
+  void issue_waits(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
+  void submit_update(Walk& walk, const PlanOp& op);
   void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
-  void issue_finish_norm(Walk& walk, Queue& queue);
+  void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;

@@ -73,12 +73,18 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   }
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
+  input.updates_wait_for_norm =
+      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16;
+  size_t all_states = 0;
+  for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+    all_states += input.state_bytes(static_cast<int>(param));
+  input.snapshot_bytes = std::min(config.limits.snapshot_bytes, all_states);
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
   planning.budgets.host_bytes = config.limits.host_bytes.value_or(
       static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostShare));
-  planning.profile = load_profile(info.name, info.is_host, planning.threads);
+  planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
   planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,
@@ -87,9 +93,10 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   return planning;
 }
 
-Session::Session(Planning planning, const EngineConfig& config)
+Session::Session(Planning planning, const EngineConfig& config, Tracer* tracer)
     : host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
       planning_(std::move(planning)),
+      tracer_(tracer),
       sequence_length_(config.batch.sequence_length) {
   ExecutorMemory memory = take_memory();
   gates_ = memory.gates;
@@ -115,9 +122,35 @@ ExecutorMemory Session::take_memory() {
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
   }
-  states_ = std::make_unique<StateStore>(backend(), planning_.input, planned.train, memory.device,
-                                         memory.host);
+  gates += layout().flat_params.size();
+  for (size_t param = 0; param < layout().flat_params.size(); ++param) {
+    memory.saved.push_back({new (gates + param) std::atomic<uint32_t>(0)});
+  }
+  states_ = std::make_unique<StateStore>(make_state_store(memory, QueueKind::kOffload));
+  make_save(memory);
   return memory;
+}
+
+void Session::make_save(const ExecutorMemory& memory) {
+  const StepPlan& plan = train_plan();
+  BackgroundSaveParts parts{.layout = layout(),
+                            .states = make_state_store(memory, QueueKind::kSave)};
+  parts.update_order = update_order(plan);
+  parts.copied = snapshot_count(planning_.input, parts.update_order);
+  if (plan.snapshot >= 0) {
+    parts.snapshot = memory.host + plan.buffers[static_cast<size_t>(plan.snapshot)].offset;
+  }
+  parts.updated = memory.gates;
+  for (size_t param = 0; param < parts.updated.size(); ++param) {
+    if (states_->host_states(static_cast<int>(param)) == nullptr) parts.updated[param] = {};
+  }
+  parts.saved = memory.saved;
+  parts.tracer = tracer_;
+  save_ = std::make_unique<BackgroundSave>(std::move(parts));
+}
+
+StateStore Session::make_state_store(const ExecutorMemory& memory, QueueKind down) {
+  return StateStore(backend(), planning_.input, train_plan(), memory.device, memory.host, down);
 }
 
 void Session::upload_rope(std::byte* device) {
@@ -132,9 +165,12 @@ void Session::upload_rope(std::byte* device) {
 
 std::vector<HostUpdate> Session::host_updates(uint64_t seed) {
   std::vector<HostUpdate> updates;
-  for (const PlanBuffer& buffer : planning_.planned.train.buffers) {
-    if (buffer.kind != BufferKind::kRoundedGrad || buffer.tier != Tier::kHost) continue;
-    updates.push_back(host_update(buffer.param, host_arena_.data() + buffer.offset, seed));
+  const StepPlan& plan = train_plan();
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind != OpKind::kHostAdam) continue;
+    const PlanBuffer& grad =
+        plan.buffer(*find_use(plan, op, BufferKind::kRoundedGrad, Tier::kHost));
+    updates.push_back(host_update(op.param, host_arena_.data() + grad.offset, seed));
   }
   return updates;
 }

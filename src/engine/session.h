@@ -6,6 +6,7 @@
 
 #include "base/trace.h"
 #include "engine/backend_factory.h"
+#include "engine/background_save.h"
 #include "engine/executor.h"
 #include "engine/state_store.h"
 #include "memory/host_arena.h"
@@ -36,7 +37,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
 // zero until they are loaded.
 class Session {
  public:
-  Session(Planning planning, const EngineConfig& config);
+  Session(Planning planning, const EngineConfig& config, Tracer* tracer);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -50,22 +51,27 @@ class Session {
   Executor& executor() { return *executor_; }
   const Executor& executor() const { return *executor_; }
   StateStore& states() { return *states_; }
+  BackgroundSave& save() { return *save_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
-  // What the host updates after each step, in the order of next use.
+  // What the host updates in each step, in the plan's order.
   std::vector<HostUpdate> host_updates(uint64_t seed);
 
  private:
   ExecutorMemory take_memory();
+  StateStore make_state_store(const ExecutorMemory& memory, QueueKind down);
+  void make_save(const ExecutorMemory& memory);
   void upload_rope(std::byte* device);
   HostUpdate host_update(int param, const std::byte* grad, uint64_t seed) const;
 
   HostArena host_arena_;  // outlives the backend, which has it registered
   Planning planning_;
+  Tracer* tracer_;
   int64_t sequence_length_;
   std::vector<Gate> gates_;
   std::unique_ptr<StateStore> states_;
   std::unique_ptr<Executor> executor_;
+  std::unique_ptr<BackgroundSave> save_;
 };
 
 }  // namespace orlop

@@ -14,8 +14,8 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 }  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-                       std::byte* device_arena, std::byte* host_arena)
-    : backend_(backend), homes_(input.layout.flat_params.size()) {
+                       std::byte* device_arena, std::byte* host_arena, QueueKind down)
+    : backend_(backend), down_(down), homes_(input.layout.flat_params.size()) {
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.kind != BufferKind::kState) continue;
     Home& home = homes_[static_cast<size_t>(buffer.param)];
@@ -24,7 +24,23 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
     home.tier = buffer.tier;
     home.address = (buffer.tier == Tier::kDevice ? device_arena : host_arena) + buffer.offset;
   }
+  own_homes_ = homes_;
 }
+
+void StateStore::read_from_copy(int param, std::byte* copy) {
+  Home& home = homes_[static_cast<size_t>(param)];
+  if (home.tier == Tier::kHost) {
+    std::memcpy(copy, home.address, home.planes.bytes);
+  } else {
+    Queue& queue = backend_.queue(down_);
+    queue.offload(copy, home.address, home.planes.bytes);
+    queue.synchronize();
+  }
+  home.tier = Tier::kHost;
+  home.address = copy;
+}
+
+void StateStore::read_in_place() { homes_ = own_homes_; }
 
 std::byte* StateStore::host_states(int param) const {
   return home(param).tier == Tier::kHost ? home(param).address : nullptr;
@@ -49,7 +65,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
     return;
   }
   check_range(home.planes, offset, values.size());
-  Queue& queue = backend_.queue(QueueKind::kOffload);
+  Queue& queue = backend_.queue(down_);
   while (!values.empty()) {
     const size_t count = std::min(values.size(), static_cast<size_t>(kStagedElements));
     const StatePlanes staged = state_planes(static_cast<int64_t>(count), home.planes.compute_dtype,
@@ -105,7 +121,7 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
   }
   const size_t element = dtype_bytes(home.planes.compute_dtype);
   check_range(home.planes, offset, out.size() / element);
-  Queue& queue = backend_.queue(QueueKind::kOffload);
+  Queue& queue = backend_.queue(down_);
   queue.offload(out.data(), home.address + static_cast<size_t>(offset) * element, out.size());
   queue.synchronize();
 }

@@ -15,8 +15,9 @@ namespace orlop {
 // at a time, which makes sure that no update is running.
 class StateStore {
  public:
+  // What lives on the device comes down on queue `down`.
   StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-             std::byte* device_arena, std::byte* host_arena);
+             std::byte* device_arena, std::byte* host_arena, QueueKind down);
 
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
 
@@ -31,6 +32,11 @@ class StateStore {
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
 
+  // Copies all states of a FlatParam into state_bytes of host memory; reads then come from there,
+  // until read_in_place().
+  void read_from_copy(int param, std::byte* copy);
+  void read_in_place();
+
   // Elements from `offset` on in the compute dtype.
   void read_compute_copy(int param, int64_t offset, std::span<std::byte> out);
 
@@ -44,7 +50,9 @@ class StateStore {
   const Home& home(int param) const { return homes_[static_cast<size_t>(param)]; }
 
   Backend& backend_;
-  std::vector<Home> homes_;
+  QueueKind down_;
+  std::vector<Home> own_homes_;
+  std::vector<Home> homes_;  // of copies, where there are any
   std::vector<std::byte> staging_;
 };
 

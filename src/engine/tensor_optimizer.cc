@@ -66,8 +66,9 @@ class TensorOptimizer::Impl {
   }
 
   uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step) {
-    auto job_updates = std::make_shared<std::vector<HostUpdate>>();
-    job_updates->reserve(updates.size());
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->scalars.grad_scale = grad_scale;
+    batch->updates.reserve(updates.size());
     for (const TensorUpdate& update : updates) {
       const TensorStore::Tensor& tensor = store_.at(update.tensor);
       check(update.gradient.numel == tensor.spec.numel, ErrorCode::kUsage,
@@ -76,17 +77,15 @@ class TensorOptimizer::Impl {
       const AdamShard shard = adam_shard(tensor, update.gradient);
       check_adam_shard(shard);
       adam_constants(update.hyper, grad_scale);  // throws for what is out of range
-      job_updates->push_back(HostUpdate{static_cast<int>(update.tensor),
-                                        {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
-                                        tensor.gate(),
-                                        [&tensor, fence = update.arrived, threads = threads_] {
-                                          wait_for(fence, tensor.spec.name);
-                                          mend_master(tensor, threads);
-                                        }});
+      batch->updates.push_back(HostUpdate{static_cast<int>(update.tensor),
+                                          {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
+                                          tensor.gate(),
+                                          [&tensor, fence = update.arrived, threads = threads_] {
+                                            wait_for(fence, tensor.spec.name);
+                                            mend_master(tensor, threads);
+                                          }});
     }
-    StepScalars scalars;
-    scalars.grad_scale = grad_scale;
-    return submit(std::move(job_updates), scalars, step);
+    return submit(std::move(batch), step);
   }
 
   void accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
@@ -97,15 +96,15 @@ class TensorOptimizer::Impl {
     check(sum.size() == static_cast<size_t>(gradient.numel), ErrorCode::kUsage,
           "tensor '{}' has {} elements, the sum has {}", tensor.spec.name, gradient.numel,
           sum.size());
-    auto updates = std::make_shared<std::vector<HostUpdate>>();
-    updates->push_back(HostUpdate{static_cast<int>(index),
-                                  {},
-                                  tensor.gate(),
-                                  [&tensor, gradient, sum, add, arrived, threads = threads_] {
-                                    wait_for(arrived, tensor.spec.name);
-                                    accumulate_gradient(gradient, sum, add, threads);
-                                  }});
-    submit(std::move(updates), {}, 0);
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->updates.push_back(HostUpdate{static_cast<int>(index),
+                                        {},
+                                        tensor.gate(),
+                                        [&tensor, gradient, sum, add, arrived, threads = threads_] {
+                                          wait_for(arrived, tensor.spec.name);
+                                          accumulate_gradient(gradient, sum, add, threads);
+                                        }});
+    submit(std::move(batch), 0);
   }
 
   void wait(int64_t index) {
@@ -123,17 +122,16 @@ class TensorOptimizer::Impl {
   void synchronize() { queue_.wait_idle(); }
 
  private:
-  uint32_t submit(std::shared_ptr<std::vector<HostUpdate>> updates, const StepScalars& scalars,
-                  int64_t step) {
+  uint32_t submit(std::shared_ptr<const UpdateBatch> batch, int64_t step) {
     UpdateJob job;
-    job.scalars = scalars;
+    job.scalars = &batch->scalars;
+    job.hyper.step = step;
     job.version = version_ + 1;
-    job.engine_step = step;
-    job.updates = updates;
+    job.batch = batch;
     queue_.submit(job);
     ++version_;
     submitted_.resize(static_cast<size_t>(store_.count()), 0);
-    for (const HostUpdate& update : *updates) {
+    for (const HostUpdate& update : batch->updates) {
       submitted_[static_cast<size_t>(update.param)] = version_;
     }
     return version_;

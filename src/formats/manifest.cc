@@ -7,6 +7,7 @@
 #include <charconv>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "base/bytes.h"
@@ -94,6 +95,7 @@ std::string manifest_text(const Manifest& manifest) {
   root["format"] = kFormatName;
   root["version"] = kCheckpointVersion;
   root["step"] = manifest.step;
+  root["sequence"] = manifest.sequence;
   root["state"] = manifest.state;
   root["files"] = nlohmann::ordered_json::array();
   for (const ManifestFile& file : manifest.files) {
@@ -154,6 +156,8 @@ void take_name(const fs::path& root, int64_t step, const fs::path& made, const f
 
 }  // namespace
 
+fs::path checkpoint_folder(const fs::path& root, int64_t step) { return step_folder(root, step); }
+
 fs::path begin_checkpoint(const fs::path& root, int64_t step) {
   const fs::path folder = step_folder(root, step, kUnfinished);
   make_folder(root);
@@ -162,8 +166,10 @@ fs::path begin_checkpoint(const fs::path& root, int64_t step) {
   return folder;
 }
 
-fs::path commit_checkpoint(const fs::path& root, const Manifest& manifest) {
+fs::path commit_checkpoint(const fs::path& root, Manifest manifest) {
   ORLOP_INVARIANT(manifest.state.is_object());
+  const std::vector<CheckpointEntry> complete = list_checkpoints(root);
+  manifest.sequence = complete.empty() ? 1 : complete.front().sequence + 1;
   const fs::path made = step_folder(root, manifest.step, kUnfinished);
   const fs::path target = step_folder(root, manifest.step);
   sync_files(made, manifest);
@@ -185,6 +191,7 @@ Manifest parse_manifest(std::string_view json, const std::string& file) {
         file, version, kCheckpointVersion);
   Manifest manifest;
   manifest.step = fields.integer("step", 0);
+  if (root.contains("sequence")) manifest.sequence = fields.integer("sequence", 0);
   manifest.state = fields.object("state").json();
   std::set<std::string> paths;
   for (const nlohmann::json& entry : fields.array("files")) {
@@ -233,13 +240,14 @@ std::vector<CheckpointEntry> list_checkpoints(const fs::path& root) {
       const Manifest manifest = read_checkpoint(root / name, VerifyHashes::kNo);
       check(manifest.step == *step, ErrorCode::kInvalidData, "'{}' holds the manifest of step {}",
             (root / name).string(), manifest.step);
-      entries.push_back({*step, root / name});
+      entries.push_back({manifest.sequence, *step, root / name});
     } catch (const Error& error) {
       log_warning("checkpoint passed over: {}", error.what());
     }
   }
-  std::sort(entries.begin(), entries.end(),
-            [](const CheckpointEntry& a, const CheckpointEntry& b) { return a.step > b.step; });
+  std::sort(entries.begin(), entries.end(), [](const CheckpointEntry& a, const CheckpointEntry& b) {
+    return std::tie(a.sequence, a.step) > std::tie(b.sequence, b.step);
+  });
   return entries;
 }
 

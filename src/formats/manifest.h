@@ -11,8 +11,11 @@
 namespace orlop {
 
 // A checkpoint is the folder step-N with its files and, written last, manifest.json:
-//   {"format": "orlop-checkpoint", "version": 1, "step": N, "state": {...},
+//   {"format": "orlop-checkpoint", "version": 1, "step": N, "sequence": M, "state": {...},
 //    "files": [{"path": "model/a.safetensors", "bytes": 123, "xxh3": "0123456789abcdef"}, ...]}
+// `sequence` counts the checkpoints written into one folder: the newest is the one that was written
+// last, also when a run went back and its step is smaller; among those without it, which older
+// versions wrote, the one with the largest step. No clock is asked.
 // It is made under the name step-N.tmp and renamed when everything is on stable storage, so a
 // folder with the name step-N is complete whenever the process or the machine ends.
 inline constexpr int64_t kCheckpointVersion = 1;
@@ -28,14 +31,19 @@ struct Manifest {
   int64_t step = 0;
   nlohmann::json state = nlohmann::json::object();  // the engine's own; always an object
   std::vector<ManifestFile> files;
+  int64_t sequence = 0;  // from 1; 0: not stated
 };
 
 struct CheckpointEntry {
+  int64_t sequence = 0;
   int64_t step = 0;
   std::filesystem::path folder;
 };
 
 enum class VerifyHashes : bool { kNo, kYes };
+
+// root/step-N, whether it is there or not.
+std::filesystem::path checkpoint_folder(const std::filesystem::path& root, int64_t step);
 
 // Makes `root` and an empty folder root/step-N.tmp, into which the checkpoint's files are then
 // written, and returns it. What an interrupted save of the same step left there is removed.
@@ -43,10 +51,10 @@ std::filesystem::path begin_checkpoint(const std::filesystem::path& root, int64_
 
 // Ends begin_checkpoint(): checks that the folder holds the manifest's files with their sizes and
 // no others, brings them to stable storage, writes the manifest and renames the folder to step-N,
-// replacing an older checkpoint of that step. Returns root/step-N. Throws Error(kIo), or
-// Error(kInternal) when files and manifest differ; the checkpoints that exist stay as they are.
-std::filesystem::path commit_checkpoint(const std::filesystem::path& root,
-                                        const Manifest& manifest);
+// replacing an older checkpoint of that step. The manifest gets the next sequence number. Returns
+// root/step-N. Throws Error(kIo), or Error(kInternal) when files and manifest differ; the
+// checkpoints that exist stay as they are.
+std::filesystem::path commit_checkpoint(const std::filesystem::path& root, Manifest manifest);
 
 // The manifest of a checkpoint's folder. Checks that its files are there with their sizes, and with
 // kYes their contents. Throws Error(kInvalidData) with file and numbers.

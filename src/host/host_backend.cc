@@ -26,7 +26,8 @@ class HostBackend final : public Backend {
     ops_ = host::make_host_ops({.reference = options.reference_ops,
                                 .threads = options.threads,
                                 .workspace = {workspace_.data(), workspace_.bytes()}});
-    const std::array<const char*, kQueueKinds> names = {"compute", "upload", "offload", "comm"};
+    const std::array<const char*, kQueueKinds> names = {"compute", "upload", "offload", "comm",
+                                                        "save"};
     const auto group = std::make_shared<host::QueueGroup>();
     for (size_t kind = 0; kind < names.size(); ++kind) {
       queues_[kind] = std::make_unique<HostQueue>(

@@ -1,5 +1,7 @@
 #include "optim/optimizer_queue.h"
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -8,102 +10,110 @@
 namespace orlop {
 namespace {
 
-void open_gate(const Gate& gate, uint32_t version) {
-  gate.value->store(version, std::memory_order_release);
-  gate.value->notify_all();
-}
+constexpr size_t kWaitingBatches = 1024;
 
 }  // namespace
 
 OptimizerQueue::OptimizerQueue(std::vector<HostUpdate> updates, int threads, Tracer* tracer)
-    : updates_(std::move(updates)), threads_(threads), tracer_(tracer) {
+    : updates_(std::move(updates)),
+      threads_(threads),
+      tracer_(tracer),
+      jobs_(2 * updates_.size() + kWaitingBatches) {
+  for (const HostUpdate& update : updates_) {
+    const auto param = static_cast<size_t>(update.param);
+    update_of_.resize(std::max(update_of_.size(), param + 1));
+    update_of_[param] = &update;
+  }
   thread_ = start_thread("optimizer", [this] { run(); });
 }
 
 OptimizerQueue::~OptimizerQueue() {
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
-  changed_.notify_all();
+  jobs_.close();
   thread_.join();
 }
 
 void OptimizerQueue::submit(const UpdateJob& job) {
+  ORLOP_INVARIANT(job.batch || update_of_.at(static_cast<size_t>(job.param)) != nullptr);
   {
     std::lock_guard lock(mutex_);
     if (error_) std::rethrow_exception(error_);
-    jobs_.push_back(job);
+    ++submitted_;
   }
-  changed_.notify_all();
+  jobs_.push(job);
 }
 
 void OptimizerQueue::wait_idle() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || (jobs_.empty() && !running_); });
+  changed_.wait(lock, [this] { return error_ || finished_ == submitted_; });
   if (error_) std::rethrow_exception(error_);
 }
 
+std::span<const HostUpdate> OptimizerQueue::updates_of(const UpdateJob& job) const {
+  if (job.batch) return job.batch->updates;
+  return {update_of_[static_cast<size_t>(job.param)], 1};
+}
+
 void OptimizerQueue::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return closed_ || !jobs_.empty(); });
-    if (jobs_.empty()) return;
-    const UpdateJob job = jobs_.front();
-    jobs_.pop_front();
-    running_ = true;
-    lock.unlock();
+  bool failed = false;
+  while (const std::optional<UpdateJob> job = jobs_.pop()) {
     std::exception_ptr error;
     try {
-      run_job(job);
+      if (!failed) run_job(*job);
     } catch (const Error& failure) {
       error = std::make_exception_ptr(Error(
-          failure.code(), fmt::format("update of step {}: {}", job.engine_step, failure.what())));
+          failure.code(), fmt::format("update of step {}: {}", job->hyper.step, failure.what())));
     } catch (...) {
       error = std::current_exception();
     }
-    lock.lock();
-    running_ = false;
-    if (error) {
-      error_ = error;
-      open_gates(updates_, Gate::kFailed);
-      open_gates(updates_of(job), Gate::kFailed);
-      for (const UpdateJob& dropped : jobs_) open_gates(updates_of(dropped), Gate::kFailed);
-      jobs_.clear();
+    failed = failed || error;
+    {
+      std::lock_guard lock(mutex_);
+      ++finished_;
+      if (error) error_ = error;
     }
     changed_.notify_all();
+    if (!failed) continue;
+    for (const HostUpdate& update : updates_) open_gate(update.gate, Gate::kFailed);
+    for (const HostUpdate& update : updates_of(*job)) open_gate(update.gate, Gate::kFailed);
   }
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
-  if (job.scalars.skip != 0) {
-    open_gates(updates_of(job), job.version);
-    return;
+  for (Event* arrival : job.arrivals) {
+    if (arrival != nullptr) arrival->synchronize();
   }
-  const bool traced = tracer_ != nullptr && tracer_->enabled();
-  const int lane = traced ? tracer_->lane("optimizer") : 0;
+  await_save(job);
   for (const HostUpdate& update : updates_of(job)) {
-    if (update.prepare) update.prepare();
-    const auto begin = Tracer::Clock::now();
-    for (const UpdatePart& part : update.parts) {
-      AdamHyper hyper = part.hyper.value_or(job.hyper);
-      if (!part.decay) hyper.weight_decay = 0;
-      hyper.seed = part.seed;
-      adam_step(part.shard, hyper, job.scalars.grad_scale, threads_);
-    }
+    if (job.scalars->skip == 0) run_update(update, job);
     open_gate(update.gate, job.version);
-    const auto end = Tracer::Clock::now();
-    busy_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
-    if (traced) tracer_->add(lane, fmt::format("adam {}", update.param), begin, end);
   }
 }
 
-const std::vector<HostUpdate>& OptimizerQueue::updates_of(const UpdateJob& job) const {
-  return job.updates ? *job.updates : updates_;
+void OptimizerQueue::run_update(const HostUpdate& update, const UpdateJob& job) {
+  if (update.prepare) update.prepare();
+  const auto begin = Tracer::Clock::now();
+  for (const UpdatePart& part : update.parts) {
+    AdamHyper hyper = part.hyper.value_or(job.hyper);
+    if (!part.decay) hyper.weight_decay = 0;
+    hyper.seed = part.seed;
+    adam_step(part.shard, hyper, job.scalars->grad_scale, threads_);
+  }
+  add_span("adam", update.param, begin, busy_ns_);
 }
 
-void OptimizerQueue::open_gates(const std::vector<HostUpdate>& updates, uint32_t version) {
-  for (const HostUpdate& update : updates) open_gate(update.gate, version);
+void OptimizerQueue::await_save(const UpdateJob& job) {
+  if (job.saved_version == 0) return;
+  const auto begin = Tracer::Clock::now();
+  if (await_gate(job.saved, job.saved_version))
+    add_span("wait for save", job.param, begin, held_ns_);
+}
+
+void OptimizerQueue::add_span(const char* what, int param, Tracer::Clock::time_point begin,
+                              std::atomic<int64_t>& total) {
+  const auto end = Tracer::Clock::now();
+  total += std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
+  if (tracer_ == nullptr || !tracer_->enabled()) return;
+  tracer_->add(tracer_->lane("optimizer"), fmt::format("{} {}", what, param), begin, end);
 }
 
 }  // namespace orlop

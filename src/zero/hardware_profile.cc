@@ -14,6 +14,17 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
+// Home folders are shared between machines; a profile is of one kind of processor.
+std::string processor_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);) {
+    const size_t colon = line.find(':');
+    if (line.starts_with("model name") && colon != std::string::npos && colon + 2 <= line.size())
+      return line.substr(colon + 2);
+  }
+  return "unknown processor";
+}
+
 fs::path profile_path(const std::string& device) {
   fs::path base;
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache) {
@@ -24,20 +35,28 @@ fs::path profile_path(const std::string& device) {
     return {};
   }
   std::string name;
-  for (const char c : device) name += std::isalnum(static_cast<unsigned char>(c)) ? c : '-';
+  for (const char c : device + "-" + processor_name())
+    name += std::isalnum(static_cast<unsigned char>(c)) ? c : '-';
   return base / "orlop" / ("profile-" + name + ".json");
 }
 
 }  // namespace
 
 std::string HardwareProfile::to_json() const {
-  const json document = {{"device", device},
-                         {"matmul_flop_per_s", matmul_flop_per_s},
-                         {"upload_bytes_per_s", upload_bytes_per_s},
-                         {"offload_bytes_per_s", offload_bytes_per_s},
-                         {"device_bytes_per_s", device_bytes_per_s},
-                         {"host_bytes_per_s", host_bytes_per_s},
-                         {"launch_seconds", launch_seconds}};
+  json document = {
+      {"device", device},
+      {"processor", processor_name()},
+      {"matmul_flop_per_s",
+       {{"BF16", matmul_rates.bf16}, {"F16", matmul_rates.fp16}, {"F32", matmul_rates.fp32}}},
+      {"upload_bytes_per_s", upload_bytes_per_s},
+      {"offload_bytes_per_s", offload_bytes_per_s},
+      {"device_bytes_per_s", device_bytes_per_s},
+      {"host_bytes_per_s", host_bytes_per_s},
+      {"launch_seconds", launch_seconds}};
+  if (drive_is_measured) {
+    document["nvme_read_bytes_per_s"] = nvme_read_bytes_per_s;
+    document["nvme_write_bytes_per_s"] = nvme_write_bytes_per_s;
+  }
   return document.dump(2);
 }
 
@@ -59,25 +78,36 @@ HardwareProfile default_profile(const std::string& device, bool device_is_host, 
   return profile;
 }
 
-HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores) {
+HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores,
+                             DType compute_dtype) {
   HardwareProfile profile = default_profile(device, device_is_host, cores);
   const fs::path path = profile_path(device);
   std::ifstream in(path);
   if (path.empty() || !in) return profile;
   try {
     const json document = json::parse(in);
-    const auto read = [&](const char* key, double& value) {
-      const double found = document.at(key).get<double>();
+    const auto take = [](const json& from, const char* key, double& value) {
+      const double found = from.at(key).get<double>();
       check(found > 0, ErrorCode::kInvalidData, "{} is {}", key, found);
       value = found;
     };
-    read("matmul_flop_per_s", profile.matmul_flop_per_s);
+    const auto read = [&](const char* key, double& value) { take(document, key, value); };
+    const json& matmuls = document.at("matmul_flop_per_s");
+    for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32})
+      take(matmuls, dtype_name(dtype).data(), profile.matmul_rates.of(dtype));
+    profile.matmul_flop_per_s = profile.matmul_rates.of(compute_dtype);
     read("upload_bytes_per_s", profile.upload_bytes_per_s);
     read("offload_bytes_per_s", profile.offload_bytes_per_s);
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
     read("launch_seconds", profile.launch_seconds);
+    if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
+      read("nvme_read_bytes_per_s", profile.nvme_read_bytes_per_s);
+      read("nvme_write_bytes_per_s", profile.nvme_write_bytes_per_s);
+      profile.drive_is_measured = true;
+    }
     profile.is_measured = true;
+    profile.source = path.string();
   } catch (const std::exception& error) {
     log_warning(
         "hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
@@ -88,7 +118,7 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
   return profile;
 }
 
-void save_profile(const HardwareProfile& profile) {
+std::string save_profile(const HardwareProfile& profile) {
   const fs::path path = profile_path(profile.device);
   check(!path.empty(), ErrorCode::kIo, "hardware profile: neither XDG_CACHE_HOME nor HOME is set");
   std::error_code error;
@@ -104,6 +134,7 @@ void save_profile(const HardwareProfile& profile) {
   fs::rename(temporary, path, error);
   check(!error, ErrorCode::kIo, "hardware profile: cannot rename '{}': {}", temporary.string(),
         error.message());
+  return path.string();
 }
 
 }  // namespace orlop

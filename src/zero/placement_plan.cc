@@ -15,6 +15,9 @@ namespace {
 
 constexpr int kMaxPrefetch = 8;
 constexpr int kUsualPrefetch = 2;
+// Host memory that gradients may take on their way to an update inside backward. More would let
+// updates fall further behind, and is what clipping off is to save.
+constexpr double kInFlightBytesPerParam = 0.5;
 
 // FlatParams in the order in which they become resident: transformer layers from the last to the
 // first, then the head's and the embedding's.
@@ -64,6 +67,9 @@ class Planner {
       if (!fits(base) && !make_room_on_host(base)) continue;
       if (!wanted_.prefetch_depth) {
         grow(base, 1, kUsualPrefetch, [](PlacementPlan& p, int n) { p.prefetch_depth = n; });
+      }
+      if (!input_.updates_wait_for_norm) {
+        grow(base, 2, most_in_flight(), [](PlacementPlan& p, int n) { p.gradients_in_flight = n; });
       }
       for (const bool weights_first : {true, false}) {
         const PlacementPlan candidate = spend(base, weights_first);
@@ -124,6 +130,24 @@ class Planner {
       }
     }
     return plans;
+  }
+
+  // The largest number of gradients that, next to each other, keep to kInFlightBytesPerParam; with
+  // two of them at least, one arrives while another is read.
+  int most_in_flight() const {
+    const double limit =
+        kInFlightBytesPerParam * static_cast<double>(input_.layout.trainable_numel());
+    for (int count = params_; count > 2; --count) {
+      size_t most = 0;
+      for (int first = 0; first + count <= params_; ++first) {
+        size_t bytes = 0;
+        for (int param = first; param < first + count; ++param)
+          bytes += input_.rounded_grad_bytes(param);
+        most = std::max(most, bytes);
+      }
+      if (static_cast<double>(most) <= limit) return count;
+    }
+    return 2;
   }
 
   // Moves the fewest optimizer shards to the device that let the rest fit into host memory.

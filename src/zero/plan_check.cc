@@ -10,8 +10,17 @@
 namespace orlop {
 namespace {
 
-// For every lane, the last operation that is certainly over when an operation starts.
-using Clock = std::array<int, kPlanLanes>;
+// What is certainly over when an operation starts.
+struct Clock {
+  std::array<int, kPlanLanes> lanes{-1, -1, -1, -1};  // the last operation of every lane
+  int update_before = -1;  // the last host update, as its index, of the step before
+
+  void join(const Clock& other) {
+    for (size_t lane = 0; lane < lanes.size(); ++lane)
+      lanes[lane] = std::max(lanes[lane], other.lanes[lane]);
+    update_before = std::max(update_before, other.update_before);
+  }
+};
 
 struct Touch {
   int op;
@@ -41,18 +50,17 @@ class Checker {
 
   void check_order() const {
     std::vector<Clock> clocks;
-    Clock last_of_lane{-1, -1, -1, -1};
+    std::array<int, kPlanLanes> last_of_lane{-1, -1, -1, -1};
     std::vector<Touch> touches;
+    const std::vector<Touch> before = host_updates();
     for (size_t i = 0; i < plan_.ops.size(); ++i) {
       const PlanOp& op = plan_.ops[i];
-      Clock clock{-1, -1, -1, -1};
+      Clock clock;
       const auto join = [&](int earlier) {
         if (earlier < 0) return;
-        const Clock& known = clocks[static_cast<size_t>(earlier)];
-        for (size_t lane = 0; lane < clock.size(); ++lane)
-          clock[lane] = std::max(clock[lane], known[lane]);
-        const size_t lane = static_cast<size_t>(plan_.ops[static_cast<size_t>(earlier)].lane);
-        clock[lane] = std::max(clock[lane], earlier);
+        clock.join(clocks[static_cast<size_t>(earlier)]);
+        int& known = clock.lanes[static_cast<size_t>(plan_.ops[static_cast<size_t>(earlier)].lane)];
+        known = std::max(known, earlier);
       };
       join(last_of_lane[static_cast<size_t>(op.lane)]);
       for (const int wait : op.waits) {
@@ -62,7 +70,17 @@ class Checker {
             wait);
         join(wait);
       }
-      for (const BufferUse& use : op.uses) check_use(static_cast<int>(i), use, clock, touches);
+      for (const Touch& touch : before) {
+        // Host updates run in order: the first of a step runs after the last of the step before.
+        if (op.lane == PlanLaneKind::kOptimizer ||
+            plan_.ops[static_cast<size_t>(touch.op)].param == op.after_update) {
+          clock.update_before = std::max(clock.update_before, touch.op);
+        }
+      }
+      for (const BufferUse& use : op.uses) {
+        check_use(static_cast<int>(i), use, clock, touches);
+        check_use_after_updates(static_cast<int>(i), use, clock, before);
+      }
       for (const BufferUse& use : op.uses) {
         touches.push_back({static_cast<int>(i), use.buffer, use.write});
       }
@@ -76,18 +94,20 @@ class Checker {
     std::map<std::pair<int, int>, int> backward;
     std::vector<int> rounded(placement_.params.size(), 0);
     std::vector<int> updated(placement_.params.size(), 0);
-    bool norm_known = false;
+    bool norm_known = !input_.updates_wait_for_norm;
     int micro_batches = 0;
     for (const PlanOp& op : plan_.ops) {
       if (op.kind == OpKind::kUploadBatch) ++micro_batches;
       if (op.kind == OpKind::kForward) ++forward[{op.block, op.micro_batch}];
       if (op.kind == OpKind::kBackward) ++backward[{op.block, op.micro_batch}];
+      if (op.kind == OpKind::kForward || op.kind == OpKind::kBackward) check_old(op, updated);
       if (op.kind == OpKind::kRoundGrad) ++rounded[static_cast<size_t>(op.param)];
       if (op.kind == OpKind::kFinishNorm) norm_known = true;
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
         ++updated[static_cast<size_t>(op.param)];
-        check(norm_known, ErrorCode::kInternal,
-              "plan_check: FlatParam {} is updated before the norm", op.param);
+        check(norm_known && rounded[static_cast<size_t>(op.param)] > 0, ErrorCode::kInternal,
+              "plan_check: FlatParam {} is updated before {}", op.param,
+              norm_known ? "its gradient is rounded" : "the norm");
       }
     }
     const int head = static_cast<int>(input_.layout.blocks.size()) - 1;
@@ -109,6 +129,41 @@ class Checker {
   }
 
  private:
+  // What the host updates of a step touch.
+  std::vector<Touch> host_updates() const {
+    std::vector<Touch> touches;
+    for (size_t i = 0; i < plan_.ops.size(); ++i) {
+      if (plan_.ops[i].lane != PlanLaneKind::kOptimizer) continue;
+      for (const BufferUse& use : plan_.ops[i].uses) {
+        touches.push_back({static_cast<int>(i), use.buffer, use.write});
+      }
+    }
+    return touches;
+  }
+
+  // A block runs with the weights that the step began with.
+  void check_old(const PlanOp& op, const std::vector<int>& updated) const {
+    for (const int param : input_.layout.blocks[static_cast<size_t>(op.block)].flat_params) {
+      check(updated[static_cast<size_t>(param)] == 0, ErrorCode::kInternal,
+            "plan_check: {} of block {} runs after the update of FlatParam {}", op_name(op.kind),
+            op.block, param);
+    }
+  }
+
+  // Updates of the step before may still run: what they touch is left alone until they are over.
+  void check_use_after_updates(int op_index, const BufferUse& use, const Clock& clock,
+                               const std::vector<Touch>& before) const {
+    for (const Touch& touch : before) {
+      if (!(use.write || touch.write || touch.buffer != use.buffer)) continue;
+      if (!bytes_meet(plan_.buffer(use), plan_.buffers[static_cast<size_t>(touch.buffer)]))
+        continue;
+      check(clock.update_before >= touch.op, ErrorCode::kInternal,
+            "plan_check: operation {} ({}) touches bytes of an update of the step before, {}, and "
+            "is not ordered after it",
+            op_index, op_name(plan_.ops[static_cast<size_t>(op_index)].kind), touch.op);
+    }
+  }
+
   static bool bytes_meet(const PlanBuffer& a, const PlanBuffer& b) {
     return a.tier == b.tier && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes;
   }
@@ -125,7 +180,7 @@ class Checker {
       if (!bytes_meet(buffer, plan_.buffers[static_cast<size_t>(touch.buffer)])) continue;
       const size_t lane = static_cast<size_t>(plan_.ops[static_cast<size_t>(touch.op)].lane);
       check(lane == static_cast<size_t>(plan_.ops[static_cast<size_t>(op_index)].lane) ||
-                clock[lane] >= touch.op,
+                clock.lanes[lane] >= touch.op,
             ErrorCode::kInternal,
             "plan_check: operations {} ({}) and {} ({}) touch the same bytes and are not ordered",
             touch.op, op_name(plan_.ops[static_cast<size_t>(touch.op)].kind), op_index,

@@ -40,9 +40,30 @@ struct LastUses {
   std::array<int, kPlanLanes> write{-1, -1, -1, -1};
 };
 
-}  // namespace
+// The last host update of a step that must be over before the next step reads, or writes, a buffer.
+struct UpdateBefore {
+  int read = -1;
+  int write = -1;
+};
 
-namespace {
+std::vector<UpdateBefore> updates_before(const StepPlan& plan,
+                                         const std::vector<std::vector<int>>& neighbours) {
+  std::vector<UpdateBefore> before(plan.buffers.size());
+  const int count = static_cast<int>(plan.ops.size());
+  for (int index = 0; index < count; ++index) {
+    const PlanOp& op = plan.ops[static_cast<size_t>(index)];
+    if (op.lane != PlanLaneKind::kOptimizer) continue;
+    for (const BufferUse& use : op.uses) {
+      UpdateBefore& own = before[static_cast<size_t>(use.buffer)];
+      own.write = index;
+      if (use.write) own.read = index;
+      for (const int other : neighbours[static_cast<size_t>(use.buffer)]) {
+        before[static_cast<size_t>(other)] = {index, index};
+      }
+    }
+  }
+  return before;
+}
 
 // Places one tier's buffers and returns the size of its arena.
 size_t assign_tier(std::vector<PlanBuffer>& buffers, Tier tier) {
@@ -94,10 +115,14 @@ void derive_waits(StepPlan& plan) {
       }
     }
   }
+  const std::vector<UpdateBefore> before = updates_before(plan, neighbours);
+  constexpr auto kOptimizer = static_cast<size_t>(PlanLaneKind::kOptimizer);
+  std::array<int, kPlanLanes> known_before{-1, -1, -1, -1};  // updates of the step before, per lane
   std::vector<LastUses> last(plan.buffers.size());
   for (size_t index = 0; index < plan.ops.size(); ++index) {
     PlanOp& op = plan.ops[index];
     std::array<int, kPlanLanes> needed{-1, -1, -1, -1};
+    int needed_before = -1;
     for (const BufferUse& use : op.uses) {
       const auto need = [&](const std::array<int, kPlanLanes>& uses) {
         for (size_t lane = 0; lane < needed.size(); ++lane) {
@@ -106,6 +131,8 @@ void derive_waits(StepPlan& plan) {
       };
       const LastUses& own = last[static_cast<size_t>(use.buffer)];
       need(use.write ? own.any : own.write);
+      const UpdateBefore& update = before[static_cast<size_t>(use.buffer)];
+      needed_before = std::max(needed_before, use.write ? update.write : update.read);
       // A neighbour's bytes were another buffer's: whatever touched them must be over.
       for (const int other : neighbours[static_cast<size_t>(use.buffer)]) {
         need(last[static_cast<size_t>(other)].any);
@@ -116,6 +143,14 @@ void derive_waits(StepPlan& plan) {
         op.waits.push_back(needed[lane]);
         plan.ops[static_cast<size_t>(needed[lane])].signals = true;
       }
+    }
+    // An update of this step runs after all of the step before.
+    int& known = known_before[static_cast<size_t>(op.lane)];
+    if (needed[kOptimizer] >= 0 || op.lane == PlanLaneKind::kOptimizer) {
+      known = static_cast<int>(plan.ops.size());
+    } else if (needed_before > known) {
+      op.after_update = plan.ops[static_cast<size_t>(needed_before)].param;
+      known = needed_before;
     }
     for (const BufferUse& use : op.uses) {
       LastUses& uses = last[static_cast<size_t>(use.buffer)];

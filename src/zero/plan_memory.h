@@ -9,8 +9,9 @@ namespace orlop {
 // offsets are multiples of kDeviceAlignment.
 void assign_offsets(StepPlan& plan);
 
-// Derives PlanOp::waits and PlanOp::signals: an operation waits for earlier operations of other
-// lanes that touch the same bytes, unless both only read. Needs offsets.
+// Derives PlanOp::waits, signals and after_update: an operation waits for earlier operations of
+// other lanes that touch the same bytes, unless both only read; host updates of the step before,
+// which may still run, are such operations too. Needs offsets.
 void derive_waits(StepPlan& plan);
 
 }  // namespace orlop

@@ -18,7 +18,8 @@ const char* purpose(const PlanBuffer& buffer) {
     case BufferKind::kGrad:
       return host ? "gradients, parked between waves" : "gradients, fp32";
     case BufferKind::kRoundedGrad:
-      return host ? "gradients, waiting for the norm" : "gradients, rounded";
+      if (!host) return "gradients, rounded";
+      return buffer.persistent ? "gradients, waiting for the norm" : "gradients, being read";
     case BufferKind::kInput:
       return "block inputs";
     case BufferKind::kActivationGrad:
@@ -28,6 +29,8 @@ const char* purpose(const PlanBuffer& buffer) {
       return "block workspace";
     case BufferKind::kState:
       return "masters and moments";
+    case BufferKind::kSnapshot:
+      return "snapshot for saves";
     case BufferKind::kBatch:
     case BufferKind::kLoss:
     case BufferKind::kRope:
@@ -73,6 +76,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.tokens_per_step = input.shape.rows * input.micro_batches;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
+  report.device_fixed_bytes = input.device_fixed_bytes;
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
@@ -94,6 +98,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
   report.activations_on_device = planned.placement.activations_on_device;
+  report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
   report.compute_seconds = time.busy_seconds[static_cast<size_t>(PlanLaneKind::kCompute)];
@@ -102,7 +107,15 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     report.lanes.push_back({names[lane], time.busy_seconds[lane], time.stall_seconds[lane]});
   }
+  for (const double flops : input.forward_flops)
+    report.forward_flops += flops * input.micro_batches;
+  if (profile.is_measured) report.matmul_flop_per_s = profile.matmul_flop_per_s;
+  const SaveSimulation save = simulate_save(input, plan, profile);
+  report.save_bytes = save.bytes;
+  report.save_seconds = save.seconds;
+  report.save_stall_seconds = save.stall_seconds;
   report.time_is_measured = profile.is_measured;
+  report.profile = profile.source;
   return report;
 }
 
@@ -117,26 +130,30 @@ std::string PlanReport::to_text() const {
                       format_bytes(state_bytes), format_bytes(host_bytes),
                       format_bytes(host_budget_bytes));
   text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device; prefetch {}, {} wave{}, "
-      "block "
-      "inputs on the {}\n",
-      resident_blocks, blocks, device_optimizer_blocks, prefetch_depth, waves,
+      "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
+      "block inputs on the {}\n",
+      resident_blocks, blocks, device_optimizer_blocks,
+      updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
                         format_bytes(line.bytes));
   }
   text += fmt::format(
-      "  step {:.3f} s predicted from {} figures: {:.0f} tokens/s; host update {:.3f} s\n",
-      step_seconds, time_is_measured ? "measured" : "typical",
-      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
-      optimizer_seconds);
+      "  step {:.3f} s predicted: {:.0f} tokens/s; host update {:.3f} s\n  predicted from {}\n",
+      step_seconds, step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+      optimizer_seconds,
+      time_is_measured ? profile
+                       : "typical figures; `orlop doctor --measure` finds this machine's");
   for (const PlanLane& lane : lanes) {
     text += fmt::format("  {:9} busy {:8.3f} s", lane.queue, lane.busy_seconds);
     if (lane.queue != "compute")
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  text += fmt::format(
+      "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
+      format_bytes(save_bytes), save_seconds, save_stall_seconds);
   return text;
 }
 
@@ -146,6 +163,7 @@ std::string PlanReport::to_json() const {
                              {"parameters", parameters},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
+                             {"device_fixed_bytes", device_fixed_bytes},
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},
@@ -156,10 +174,16 @@ std::string PlanReport::to_json() const {
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
                              {"activations_on_device", activations_on_device},
+                             {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},
                              {"optimizer_seconds", optimizer_seconds},
-                             {"time_is_measured", time_is_measured}};
+                             {"forward_flops", forward_flops},
+                             {"save_bytes", save_bytes},
+                             {"save_seconds", save_seconds},
+                             {"save_stall_seconds", save_stall_seconds},
+                             {"time_is_measured", time_is_measured},
+                             {"profile", profile}};
   for (const PlanLine& line : lines) {
     document["lines"].push_back(
         {{"tier", tier_name(line.tier)}, {"purpose", line.purpose}, {"bytes", line.bytes}});

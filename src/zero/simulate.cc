@@ -13,10 +13,20 @@ size_t largest_use(const StepPlan& plan, const PlanOp& op, Tier tier) {
   return bytes;
 }
 
-// One pass over the plan that starts at `start`. `gates` holds when each FlatParam's update was
-// over and is replaced by this step's; returns when the step's work on the device was over.
+// What steps leave behind for the next one, per FlatParam: when its update was over, and when a
+// save has read it.
+struct Times {
+  std::vector<double> gates;
+  std::vector<double> saved;
+  double optimizer_free = 0;
+};
+
+// One pass over the plan that starts at `start`. Replaces times by this step's; returns when the
+// step's work on the device was over.
 double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile,
-            double start, std::vector<double>& gates, double& optimizer_free, Simulation& result) {
+            double start, Times& times, Simulation& result) {
+  std::vector<double>& gates = times.gates;
+  double& optimizer_free = times.optimizer_free;
   std::array<double, kPlanLanes> lane_free;
   lane_free.fill(start);
   lane_free[static_cast<size_t>(PlanLaneKind::kOptimizer)] = optimizer_free;
@@ -34,8 +44,9 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
       }
       ready = std::max(ready, over);
     }
-    if (op.kind == OpKind::kUploadParam)
-      ready = std::max(ready, gates[static_cast<size_t>(op.param)]);
+    if (op.after_update >= 0) ready = std::max(ready, gates[static_cast<size_t>(op.after_update)]);
+    if (op.kind == OpKind::kHostAdam || op.kind == OpKind::kDeviceAdam)
+      ready = std::max(ready, times.saved[static_cast<size_t>(op.param)]);
     const double seconds = op_seconds(input, plan, op, profile);
     result.busy_seconds[lane] += seconds;
     end[i] = ready + seconds;
@@ -102,14 +113,51 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
 }
 
 Simulation simulate(const PlanInput& input, const StepPlan& plan, const HardwareProfile& profile) {
-  std::vector<double> gates(input.layout.flat_params.size(), 0);
-  double optimizer_free = 0;
+  const size_t params = input.layout.flat_params.size();
+  Times times{std::vector<double>(params), std::vector<double>(params)};
   Simulation warm_up;
-  double start = walk(input, plan, profile, 0, gates, optimizer_free, warm_up);
+  double start = walk(input, plan, profile, 0, times, warm_up);
   Simulation result;
-  const double over = walk(input, plan, profile, start, gates, optimizer_free, result);
+  const double over = walk(input, plan, profile, start, times, result);
   result.step_seconds = over - start;
   return result;
+}
+
+SaveSimulation simulate_save(const PlanInput& input, const StepPlan& plan,
+                             const HardwareProfile& profile) {
+  const size_t params = input.layout.flat_params.size();
+  Times times{std::vector<double>(params), std::vector<double>(params)};
+  Simulation ignored;
+  double start = 0;
+  for (int step = 0; step < 2; ++step) start = walk(input, plan, profile, start, times, ignored);
+  Times undisturbed = times;
+
+  SaveSimulation save;
+  const std::vector<int> order = update_order(plan);
+  const size_t copied = snapshot_count(input, order);
+  double now = start;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const auto param = static_cast<size_t>(order[i]);
+    const size_t bytes = input.saved_bytes(order[i]);
+    now = std::max(now, times.gates[param]);
+    if (i < copied) {
+      now += 2 * static_cast<double>(input.state_bytes(order[i])) / profile.host_bytes_per_s;
+    } else {
+      now += static_cast<double>(bytes) / profile.nvme_write_bytes_per_s;
+    }
+    times.saved[param] = now;
+    save.bytes += bytes;
+  }
+  save.seconds = static_cast<double>(save.bytes) / profile.nvme_write_bytes_per_s;
+  double with_save = start;
+  double without = start;
+  // The second step waits for the updates that the save delayed.
+  for (int step = 0; step < 2; ++step) {
+    with_save = walk(input, plan, profile, with_save, times, ignored);
+    without = walk(input, plan, profile, without, undisturbed, ignored);
+  }
+  save.stall_seconds = with_save - without;
+  return save;
 }
 
 }  // namespace orlop

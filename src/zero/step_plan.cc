@@ -33,6 +33,38 @@ size_t PlanInput::state_bytes(int param) const {
   return numel * (master + 2 * dtype_bytes(moment_dtype));
 }
 
+size_t PlanInput::saved_bytes(int param) const {
+  const size_t numel = static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel);
+  return numel * (sizeof(float) + 2 * dtype_bytes(moment_dtype));
+}
+
+std::vector<int> update_order(const StepPlan& plan) {
+  std::vector<int> order;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kHostAdam || op.kind == OpKind::kDeviceAdam) order.push_back(op.param);
+  }
+  return order;
+}
+
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order) {
+  size_t bytes = 0;
+  size_t count = 0;
+  while (count < order.size() && bytes + input.state_bytes(order[count]) <= input.snapshot_bytes) {
+    bytes += input.state_bytes(order[count++]);
+  }
+  return count;
+}
+
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param) {
+  for (const BufferUse& use : op.uses) {
+    const PlanBuffer& buffer = plan.buffer(use);
+    if (buffer.kind == kind && buffer.tier == tier && (param < 0 || buffer.param == param))
+      return &use;
+  }
+  return nullptr;
+}
+
 const char* op_name(OpKind kind) {
   switch (kind) {
     case OpKind::kUploadBatch:
@@ -113,6 +145,8 @@ const char* buffer_name(BufferKind kind) {
       return "rope";
     case BufferKind::kNormSums:
       return "norm_sums";
+    case BufferKind::kSnapshot:
+      return "snapshot";
     case BufferKind::kScalars:
       return "scalars";
   }
@@ -141,6 +175,10 @@ std::string StepPlan::to_text(const PlanInput& input) const {
                           buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);
+    if (op.after_update >= 0) {
+      text += fmt::format(" <update of {}",
+                          input.layout.flat_params[static_cast<size_t>(op.after_update)].name);
+    }
     text += '\n';
   }
   return text;

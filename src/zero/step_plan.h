@@ -26,9 +26,13 @@ struct PlanInput {
   std::vector<double> forward_flops;             // per block and micro-batch
   std::vector<size_t> norm_scratch_bytes;        // per FlatParam
   size_t rope_bytes = 0;
+  size_t snapshot_bytes = 0;  // host memory in which a save copies what updates wait for
   size_t device_fixed_bytes =
       0;  // context, libraries and their workspace: in the budget, not in the arena
   bool device_is_host = false;
+  // Clipping and fp16 need every gradient before the first update. Without them a FlatParam's
+  // update starts inside backward, as soon as its gradient is there.
+  bool updates_wait_for_norm = true;
 
   size_t activation_bytes() const;             // one block input of one micro-batch
   size_t batch_bytes() const;                  // index arrays of one micro-batch
@@ -36,6 +40,7 @@ struct PlanInput {
   size_t grad_bytes(int param) const;          // fp32
   size_t rounded_grad_bytes(int param) const;  // what the optimizer reads
   size_t state_bytes(int param) const;         // masters and moments, compute copy included
+  size_t saved_bytes(int param) const;         // masters in fp32 and moments: in a checkpoint
 };
 
 // Where the states of one FlatParam live between steps.
@@ -50,6 +55,8 @@ struct PlacementPlan {
   int prefetch_depth = 1;
   bool activations_on_device = false;
   int wave = 1;  // micro-batches that go through a block together
+  // Where updates start inside backward: FlatParams whose gradient may lie in host memory at once.
+  int gradients_in_flight = 1;
 };
 
 enum class PlanLaneKind : uint8_t { kCompute, kUpload, kOffload, kOptimizer };
@@ -67,9 +74,9 @@ enum class OpKind : uint8_t {
                   // backward pass hands to the embedding
   kUnparkGrad,    // and back
   kRoundGrad,     // param: to the optimizer's dtype, with its share of the norm
-  kOffloadGrad,   // param: rounded gradient to pinned memory
+  kOffloadGrad,   // param: rounded gradient to pinned memory, and its own StepScalars if it has any
   kOffloadLoss,   // micro_batch: loss of every row
-  kFinishNorm,    // all square sums -> StepScalars
+  kFinishNorm,    // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
   kHostAdam,        // param
@@ -78,7 +85,7 @@ enum class OpKind : uint8_t {
 enum class BufferKind : uint8_t {
   kParam,        // param: compute copy
   kGrad,         // param: fp32; in the host tier: parked
-  kRoundedGrad,  // param; in the host tier: waits there for the norm
+  kRoundedGrad,  // param; in the host tier: waits there for its update
   kNormScratch,
   kInput,           // block, micro_batch: block input
   kActivationGrad,  // micro_batch: gradient that travels down the blocks
@@ -88,7 +95,8 @@ enum class BufferKind : uint8_t {
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
   kNormSums,  // square sums and first non-finite index of every FlatParam
-  kScalars,   // StepScalars and the loss scale
+  kSnapshot,  // of states, while a save is running
+  kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
 };
 
 // A piece of a tier's arena. Persistent buffers live as long as the engine and lie at the arena's
@@ -120,6 +128,9 @@ struct PlanOp {
   std::vector<BufferUse> uses;
   std::vector<int>
       waits;  // earlier operations of other lanes that must have run; at most one per lane
+  // FlatParam whose update, which the step before made, must be over; with it, as updates run in
+  // order, are those before it. -1: none.
+  int after_update = -1;
   bool signals = false;  // an operation of another lane waits for this one
 };
 
@@ -133,6 +144,7 @@ struct StepPlan {
   int norm_sums = -1;
   int scalars = -1;
   int host_scalars = -1;
+  int snapshot = -1;        // or none
   size_t device_bytes = 0;  // the device arena
   size_t host_bytes = 0;    // the pinned host arena
 
@@ -145,15 +157,27 @@ struct StepPlan {
   std::string to_text(const PlanInput& input) const;
 };
 
-// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates.
+// What lies in the kScalars buffers of both tiers, and, in the host's only, behind it the gates:
+// those that updates open, then those that saves open.
 inline constexpr size_t kLossScaleOffset =
     kDeviceAlignment;  // fp32: loss scale over labelled tokens
-inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam
+inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;  // uint32 per FlatParam, twice
 
 // What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
 constexpr size_t first_nonfinite_offset(size_t params) {
   return align_up(params * sizeof(double), kDeviceAlignment);
 }
+
+// The first use that `op` makes of a buffer of this kind, tier and, unless negative, FlatParam; or
+// null.
+const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kind, Tier tier,
+                          int param = -1);
+
+// FlatParams in the order in which a training step updates them.
+std::vector<int> update_order(const StepPlan& plan);
+
+// How many of the first of `order` a save can copy to the snapshot at once.
+size_t snapshot_count(const PlanInput& input, const std::vector<int>& order);
 
 // Builds the step: training (forward, backward, update), or evaluation (forward and loss only) with
 // one micro-batch. Persistent buffers and their offsets are the same for every number of

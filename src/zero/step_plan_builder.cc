@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <map>
+#include <deque>
 #include <utility>
 
 #include "base/bytes.h"
@@ -53,7 +53,9 @@ class Builder {
     int parked = -1;         // fp32 gradient in pinned memory
     int resident_copy = -1;  // persistent buffers
     int state = -1;
-    int rounded = -1;  // where the rounded gradient waits: host, or device for a device update
+    int rounded = -1;  // where the rounded gradient waits for the norm, in the tier of the states
+    int scalars = -1;  // its own StepScalars, where it does not wait
+    int host_scalars = -1;
   };
 
   // ---- buffers
@@ -89,22 +91,40 @@ class Builder {
     sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()),
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
-    host_scalars_ = add_buffer(BufferKind::kScalars,
-                               kGatesOffset + params_.size() * sizeof(uint32_t), Tier::kHost, true);
+    host_scalars_ =
+        add_buffer(BufferKind::kScalars, kGatesOffset + 2 * params_.size() * sizeof(uint32_t),
+                   Tier::kHost, true);
+    if (input_.snapshot_bytes > 0) {
+      plan_.snapshot = add_buffer(BufferKind::kSnapshot, input_.snapshot_bytes, Tier::kHost, true);
+    }
     for (int param = 0; param < params; ++param) {
       ParamState& state = params_[static_cast<size_t>(param)];
       const ParamPlacement& home = placement_.params[static_cast<size_t>(param)];
       const Tier tier = home.optimizer;
       state.state =
           add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
-      state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
-                                       input_.rounded_grad_bytes(param), tier, true);
+      add_scalar_buffers(param, tier);
       if (tier == Tier::kDevice) {
         state.resident_copy = state.state;  // the compute copy is the first plane of the states
       } else if (home.resident) {
         state.resident_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
                                                Tier::kDevice, true);
       }
+    }
+  }
+
+  void add_scalar_buffers(int param, Tier tier) {
+    ParamState& state = params_[static_cast<size_t>(param)];
+    if (input_.updates_wait_for_norm) {
+      state.rounded = add_param_buffer(BufferKind::kRoundedGrad, param,
+                                       input_.rounded_grad_bytes(param), tier, true);
+      return;
+    }
+    state.scalars =
+        add_param_buffer(BufferKind::kScalars, param, kDeviceAlignment, Tier::kDevice, true);
+    if (tier == Tier::kHost) {
+      state.host_scalars =
+          add_param_buffer(BufferKind::kScalars, param, kDeviceAlignment, Tier::kHost, true);
     }
   }
 
@@ -143,13 +163,11 @@ class Builder {
     if (!needs_params(visit)) return;
     for (const int param : block(visit.block).flat_params) {
       ParamState& state = params_[static_cast<size_t>(param)];
-      const bool on_device =
-          placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
       state.last_visit = std::max(state.last_visit, visit_index);
       if (state.device_copy >= 0) continue;
       if (state.resident_copy >= 0) {
         state.device_copy = state.resident_copy;
-        if (on_device || state.uploaded) continue;
+        if (is_on_device(param) || state.uploaded) continue;
         state.uploaded = true;
       } else {
         state.device_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param));
@@ -381,41 +399,83 @@ class Builder {
           param;
       return;
     }
-    const bool on_device = placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
-    const bool is_fp32 = input_.compute_dtype == DType::kF32;
+    const int rounded = round_grad(param, grad);
+    if (!input_.updates_wait_for_norm) {
+      update_now(param, rounded);
+    } else if (!is_on_device(param)) {
+      emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload, {{rounded, false}, {state.rounded, true}})
+          .param = param;
+    }
+  }
+
+  // Returns the buffer that holds the rounded gradient. fp32 is read where it is, unless it has to
+  // wait on the device.
+  int round_grad(int param, int grad) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
     const int scratch = add_param_buffer(BufferKind::kNormScratch, param,
                                          input_.norm_scratch_bytes[static_cast<size_t>(param)]);
     std::vector<BufferUse> uses = {{grad, false}, {scratch, true}, {sums_, true}};
-    // fp32 gradients that go to the host are read where they are; nothing is rounded.
     int rounded = grad;
-    if (on_device) {
+    if (is_on_device(param) && input_.updates_wait_for_norm) {
       rounded = state.rounded;
-    } else if (!is_fp32) {
+    } else if (input_.compute_dtype != DType::kF32) {
       rounded = add_param_buffer(BufferKind::kRoundedGrad, param, input_.rounded_grad_bytes(param));
     }
     if (rounded != grad) uses.push_back({rounded, true});
     emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, std::move(uses)).param = param;
-    if (!on_device) {
-      emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload, {{rounded, false}, {state.rounded, true}})
-          .param = param;
+    return rounded;
+  }
+
+  // The update of one FlatParam inside backward: nothing of this step reads its weights any more.
+  void update_now(int param, int rounded) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {state.scalars, true}})
+        .param = param;
+    if (is_on_device(param)) {
+      emit_update(param, rounded, state.scalars);
+      return;
     }
+    const int host = add_param_buffer(BufferKind::kRoundedGrad, param,
+                                      input_.rounded_grad_bytes(param), Tier::kHost);
+    keep_in_flight(host);
+    emit(OpKind::kOffloadGrad, PlanLaneKind::kOffload,
+         {{rounded, false}, {state.scalars, false}, {host, true}, {state.host_scalars, true}})
+        .param = param;
+    emit_update(param, host, state.host_scalars);
+  }
+
+  // The gradient that arrives next in host memory takes the place of the one that came
+  // gradients_in_flight before it; those between keep theirs.
+  void keep_in_flight(int host_grad) {
+    const int next = static_cast<int>(plan_.ops.size());
+    in_flight_.push_back(host_grad);
+    if (static_cast<int>(in_flight_.size()) > placement_.gradients_in_flight) {
+      in_flight_.pop_front();
+    }
+    for (const int earlier : in_flight_) {
+      PlanBuffer& buffer = plan_.buffers[static_cast<size_t>(earlier)];
+      buffer.last_op = std::max(buffer.last_op, next);
+    }
+  }
+
+  // The gradient is the operation's first use.
+  void emit_update(int param, int grad, int scalars) {
+    const bool on_device = is_on_device(param);
+    emit(on_device ? OpKind::kDeviceAdam : OpKind::kHostAdam,
+         on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
+         {{grad, false}, {scalars, false}, {params_[static_cast<size_t>(param)].state, true}})
+        .param = param;
   }
 
   void finish_step() {
     emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
     emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
          {{scalars_, false}, {host_scalars_, true}});
+    if (!input_.updates_wait_for_norm) return;
     const int params = static_cast<int>(params_.size());
     for (int param = 0; param < params; ++param) {  // the order of next use
-      const ParamState& state = params_[static_cast<size_t>(param)];
-      const bool on_device =
-          placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
-      emit(on_device ? OpKind::kDeviceAdam : OpKind::kHostAdam,
-           on_device ? PlanLaneKind::kCompute : PlanLaneKind::kOptimizer,
-           {{state.rounded, false},
-            {on_device ? scalars_ : host_scalars_, false},
-            {state.state, true}})
-          .param = param;
+      emit_update(param, params_[static_cast<size_t>(param)].rounded,
+                  is_on_device(param) ? scalars_ : host_scalars_);
     }
   }
 
@@ -441,6 +501,9 @@ class Builder {
 
   // ---- small helpers
 
+  bool is_on_device(int param) const {
+    return placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
+  }
   const BlockLayout& block(int b) const { return input_.layout.blocks[static_cast<size_t>(b)]; }
   size_t loss_bytes() const { return static_cast<size_t>(input_.shape.rows) * sizeof(float); }
   int& input(int b, int mb) {
@@ -477,6 +540,7 @@ class Builder {
   std::vector<std::vector<int>> host_inputs_;  // likewise
   std::vector<int> activation_grads_;          // [micro-batch] on the device
   std::vector<int> parked_activation_grads_;   // likewise, in pinned memory between waves
+  std::deque<int> in_flight_;                  // gradients in host memory, the oldest first
   int wave_begin_ = 0;
   int wave_end_ = 0;
   bool last_wave_ = true;

@@ -1,5 +1,5 @@
-// Steps whose gradients are not finite: skipped as a whole, counted, and an error when they do not
-// end.
+// Steps whose gradients are not finite: skipped as a whole, or, without clipping, block by block;
+// counted, and an error when they do not end.
 
 #include <gtest/gtest.h>
 
@@ -100,11 +100,80 @@ TEST_P(NonFinite, TooManyInARowEndTheRunAndNameTheTensor) {
   error_of(ErrorCode::kInternal, [&] { engine->step(good(7)); });
 }
 
+TEST_P(NonFinite, WithoutClippingTheStepCountsAndNoNanIsWritten) {
+  config_.optimizer.max_grad_norm = 0;
+  config_.max_skipped_steps = 2;
+  const auto engine = Engine::open(model(), config_);
+  EXPECT_FALSE(engine->step(good(1)).skipped);
+  const StepResult step = engine->step(bad(2));
+  EXPECT_TRUE(step.skipped);
+  EXPECT_NE(step.nonfinite.find("the gradient of 'transformer."), std::string::npos)
+      << step.nonfinite;
+  EXPECT_EQ(engine->steps_done(), 2);
+  EXPECT_EQ(engine->stats().skipped_steps, 1);
+  for (const auto& [name, values] : read_states(*engine)) {
+    EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); }))
+        << name;
+  }
+  EXPECT_FALSE(engine->step(good(3)).skipped);
+  EXPECT_TRUE(engine->step(bad(4)).skipped);
+  error_of(ErrorCode::kNonFinite, [&] { engine->step(bad(5)); });
+}
+
 INSTANTIATE_TEST_SUITE_P(, NonFinite,
                          ::testing::Values(Case{"fp32", Precision::kF32, 0},
                                            Case{"bf16", Precision::kBF16, 0},
                                            Case{"bf16_on_the_device", Precision::kBF16, 5}),
                          [](const auto& info) { return info.param.name; });
+
+// GPT-2 whose second layer attends to huge values that its output projection multiplies by zero:
+// the projection's gradient overflows, all others are finite, and so is the loss.
+void write_model_with_one_bad_block(const std::filesystem::path& folder) {
+  write_tiny_model(folder, TinyFamily::kGpt2, {}, [](const std::string& name, auto& values) {
+    if (name == "transformer.ln_f.weight") {
+      for (float& value : values) value *= 30000;
+    } else if (name == "transformer.h.1.attn.c_attn.bias") {
+      std::fill(values.begin() + 2 * static_cast<std::ptrdiff_t>(values.size()) / 3, values.end(),
+                1e37f);
+    } else if (name == "transformer.h.1.attn.c_proj.weight") {
+      std::fill(values.begin(), values.end(), 0.0f);
+    }
+  });
+}
+
+TEST(NonFiniteBlock, WithoutClippingStaysAloneAndWithItNothingMoves) {
+  const TempFolder folder;
+  write_model_with_one_bad_block(folder.path());
+  for (const Precision precision : {Precision::kF32, Precision::kBF16}) {
+    EngineConfig config = tiny_engine_config(precision);
+    const auto clipping = Engine::open(folder.path().string(), config);
+    const States start = read_states(*clipping);
+    EXPECT_TRUE(clipping->step(batches_of_step(config, 61, 1)).skipped);
+    EXPECT_TRUE(same_states(start, read_states(*clipping)));
+
+    config.optimizer.max_grad_norm = 0;
+    std::vector<States> ends;
+    for (const int blocks : {0, 2, 5}) {
+      config.placement.device_optimizer_blocks = blocks;
+      const auto engine = Engine::open(folder.path().string(), config);
+      for (int64_t step = 1; step <= 3; ++step) {
+        const StepResult result = engine->step(batches_of_step(config, 61, step));
+        EXPECT_TRUE(result.skipped);
+        EXPECT_TRUE(std::isfinite(result.loss));
+        EXPECT_NE(result.nonfinite.find("'transformer.h.1.attn.c_proj.weight'"), std::string::npos)
+            << result.nonfinite;
+      }
+      ends.push_back(read_states(*engine));
+    }
+    for (const auto& [name, values] : ends.front()) {
+      const bool stays = name.starts_with("transformer.h.1.");
+      if (!name.ends_with(".exp_avg")) continue;
+      EXPECT_EQ(values == start.at(name), stays) << name;
+    }
+    EXPECT_TRUE(same_states(ends[0], ends[1]));
+    EXPECT_TRUE(same_states(ends[0], ends[2]));
+  }
+}
 
 // A head whose large weights push scaled gradients beyond fp16, but not unscaled ones.
 TEST(LossScale, HalvesUntilGradientsFitAndTrainingGoesOn) {

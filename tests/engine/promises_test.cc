@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <tuple>
 
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
@@ -19,15 +20,24 @@
 namespace orlop::test {
 namespace {
 
+struct RunKind {
+  int device_blocks;  // whose optimizer states live on the device
+  double clip;
+};
+
+std::ostream& operator<<(std::ostream& out, const RunKind& kind) {
+  return out << kind.device_blocks << " blocks on the device, clip " << kind.clip;
+}
+
 struct MeasuredPeak {
   double peak = 0;
   double planned = 0;
 };
 
 // Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
-MeasuredPeak measure(const std::string& model, int device_blocks) {
-  ChildProcess worker(
-      {ORLOP_TRAIN_WORKER, "memory", model, model + "/run", std::to_string(device_blocks)});
+MeasuredPeak measure(const std::string& model, const RunKind& kind) {
+  ChildProcess worker({ORLOP_TRAIN_WORKER, "memory", model, model + "/run",
+                       std::to_string(kind.device_blocks), std::to_string(kind.clip)});
   const std::string line = worker.read_line().value_or("");
   EXPECT_EQ(worker.wait(), 0);
   MeasuredPeak measured;
@@ -37,7 +47,7 @@ MeasuredPeak measure(const std::string& model, int device_blocks) {
   return measured;
 }
 
-class PlannedMemory : public ::testing::TestWithParam<int> {};
+class PlannedMemory : public ::testing::TestWithParam<RunKind> {};
 
 TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
@@ -61,7 +71,58 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
 }
 
 // Optimizer states in host memory, and all of them on the device.
-INSTANTIATE_TEST_SUITE_P(DeviceBlocks, PlannedMemory, ::testing::Values(0, 5));
+INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
+                         ::testing::Values(RunKind{0, 1}, RunKind{5, 1}, RunKind{0, 0},
+                                           RunKind{5, 0}));
+
+// Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.
+double host_bytes_per_parameter(const std::string& model, double clip, int64_t micro_batches) {
+  EngineConfig config;
+  config.device = "host";
+  config.optimizer.max_grad_norm = clip;
+  config.batch = {
+      .micro_batch_size = 2, .sequence_length = 512, .accumulation_steps = micro_batches};
+  config.limits.device_bytes = size_t{1} << 40;
+  config.limits.host_bytes = size_t{1} << 40;
+  config.placement.resident_blocks = 0;
+  config.placement.activations_on_device = false;
+  const PlanReport plan = Engine::plan(model, config);
+  auto bytes = static_cast<double>(plan.host_bytes);
+  for (const PlanLine& line : plan.lines) {
+    if (line.tier == Tier::kHost && line.purpose == "block inputs")
+      bytes -= static_cast<double>(line.bytes);
+  }
+  return bytes / static_cast<double>(plan.parameters);
+}
+
+TEST(PlannedHostMemory, TakesTheStatesAndGradientsOnlyWhereTheyWaitForTheNorm) {
+  const TempFolder folder;
+  TinyShape small;  // as SmolLM2-135M, where the tied embedding is a fifth of all parameters
+  small.vocab = 49152;
+  small.hidden = 576;
+  small.intermediate = 1536;
+  small.layers = 30;
+  small.heads = 9;
+  small.kv_heads = 3;
+  small.positions = 512;
+  TinyShape large = small;  // as Llama 2 7B
+  large.vocab = 32000;
+  large.hidden = 4096;
+  large.intermediate = 11008;
+  large.layers = large.heads = large.kv_heads = 32;
+  for (const auto& [name, family, shape] :
+       {std::tuple("small", TinyFamily::kLlamaTied, small), {"large", TinyFamily::kLlama, large}}) {
+    std::filesystem::create_directory(folder / name);
+    spill(folder / name / "config.json", tiny_config(family, shape));
+    for (const int64_t micro_batches : {1, 4}) {
+      const std::string model = (folder / name).string();
+      EXPECT_LE(host_bytes_per_parameter(model, 1.0, micro_batches), 14.5) << name;
+      EXPECT_GE(host_bytes_per_parameter(model, 1.0, micro_batches), 14.0) << name;
+      EXPECT_LE(host_bytes_per_parameter(model, 0.0, micro_batches), 12.5) << name;
+      EXPECT_GE(host_bytes_per_parameter(model, 0.0, micro_batches), 12.0) << name;
+    }
+  }
+}
 
 struct Footprint {
   size_t bytes = 0;

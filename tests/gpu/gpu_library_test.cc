@@ -51,7 +51,8 @@ TEST(GpuLibrary, ExportsItsFunctionsAndNothingElse) {
 }
 
 TEST(GpuLibrary, SaysThatThereIsNoGpu) {
-  if (load().count() > 0) GTEST_SKIP() << "this machine has a GPU; gpu_library_hidden_test hides it";
+  if (load().count() > 0)
+    GTEST_SKIP() << "this machine has a GPU; gpu_library_hidden_test hides it";
   const std::string error = error_of({});
   EXPECT_THAT(error, HasSubstr(code(ErrorCode::kDevice)));
   EXPECT_THAT(error, HasSubstr("--device host"));

@@ -96,8 +96,8 @@ TEST(HostEvent, AnEventThatWasNeverRecordedIsReached) {
 }
 
 TEST(HostEvent, ReachedOnlyWhenTheRecordedWorkHasRun) {
+  Barrier barrier;  // outlives the queues that wait for it
   const auto backend = make_backend();
-  Barrier barrier;
   Queue& queue = backend->queue(QueueKind::kCompute);
   const auto event = backend->make_event();
   barrier.hold(queue);
@@ -111,8 +111,8 @@ TEST(HostEvent, ReachedOnlyWhenTheRecordedWorkHasRun) {
 // The wait captured the first point: it must not follow the event to the second one, which lies
 // behind a barrier that stays shut.
 TEST(HostEvent, AWaitKeepsThePointItWasIssuedFor) {
+  Barrier barrier;  // outlives the queues that wait for it
   const auto backend = make_backend();
-  Barrier barrier;
   Queue& compute = backend->queue(QueueKind::kCompute);
   Queue& upload = backend->queue(QueueKind::kUpload);
   const auto event = backend->make_event();

@@ -1,10 +1,11 @@
 // A process that tests run, kill and measure.
 //   train_worker train MODEL RUN_DIR                 trains without end, saves after every step
-//   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS  trains two steps from random weights with so
-//   many
-//                                                    blocks' optimizer on the device, saves and
-//                                                    loads; prints "peak", its peak resident bytes,
-//                                                    the plan's
+//   train_worker train-on MODEL RUN_DIR              likewise, saving in the background
+//   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
+//                                                    trains two steps from random weights with so
+//                                                    many blocks' optimizer on the device, clipped
+//                                                    to CLIP, saves and loads; prints "peak", its
+//                                                    peak resident bytes, the plan's
 
 #include <cstdlib>
 #include <exception>
@@ -18,7 +19,7 @@
 namespace orlop::test {
 namespace {
 
-void train(const std::string& model, const std::string& run_dir) {
+void train(const std::string& model, const std::string& run_dir, SaveMode mode) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.placement.wave = 2;
   config.placement.device_optimizer_blocks = 1;
@@ -27,14 +28,16 @@ void train(const std::string& model, const std::string& run_dir) {
     std::cout << "step " << step << std::endl;
     engine->step(batches_of_step(config, 61, step));
     std::cout << "save " << step << std::endl;
-    engine->save_checkpoint(run_dir, std::to_string(step), 2);
+    engine->save_checkpoint(run_dir, std::to_string(step), 2, mode);
   }
 }
 
-void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks) {
+void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
+                    double clip) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = true;
   config.placement.device_optimizer_blocks = device_blocks;
+  config.optimizer.max_grad_norm = clip;
   const auto engine = Engine::open(model, config);
   for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
   engine->save_checkpoint(run_dir, "", 1);
@@ -49,12 +52,14 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   try {
-    if (mode == "train" && argc == 4) {
-      orlop::test::train(argv[2], argv[3]);
-    } else if (mode == "memory" && argc == 5) {
-      orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]));
+    if ((mode == "train" || mode == "train-on") && argc == 4) {
+      orlop::test::train(argv[2], argv[3],
+                         mode == "train" ? orlop::SaveMode::kWait : orlop::SaveMode::kBackground);
+    } else if (mode == "memory" && argc == 6) {
+      orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
     } else {
-      std::cerr << "usage: train_worker train MODEL RUN_DIR | memory MODEL RUN_DIR DEVICE_BLOCKS\n";
+      std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR | memory MODEL RUN_DIR "
+                   "DEVICE_BLOCKS CLIP\n";
       return 2;
     }
   } catch (const std::exception& error) {

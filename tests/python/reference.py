@@ -22,9 +22,10 @@ def load(folder: Path) -> torch.nn.Module:
 
 def batch_loss_sum(model: torch.nn.Module, batch: orlop.MicroBatch) -> torch.Tensor:
     """Summed cross-entropy over the labelled tokens; every packed document alone, from position 0."""
-    tokens = torch.from_numpy(np.array(batch.tokens)).long()
-    labels = torch.from_numpy(np.array(batch.labels)).long()
-    total = torch.zeros(())
+    device = next(model.parameters()).device
+    tokens = torch.from_numpy(np.array(batch.tokens)).long().to(device)
+    labels = torch.from_numpy(np.array(batch.labels)).long().to(device)
+    total = torch.zeros((), device=device)
     for begin, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         if (labels[begin:end] == orlop.IGNORED_LABEL).all():
             continue
@@ -63,9 +64,14 @@ def cosine(step: int, config: orlop.EngineConfig) -> float:
 
 
 def train(
-    model: torch.nn.Module, loader: orlop.DataLoader, config: orlop.EngineConfig, steps: int
+    model: torch.nn.Module,
+    loader: orlop.DataLoader,
+    config: orlop.EngineConfig,
+    steps: int,
+    autocast: torch.dtype | None = None,
 ) -> list[float]:
     """Losses of `steps` steps; the model holds the final weights."""
+    device = next(model.parameters()).device.type
     rate = config.optimizer.learning_rate
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.optimizer.weight_decay),
@@ -79,7 +85,8 @@ def train(
         count = labelled(batches)
         loss = 0.0
         for batch in batches:
-            part = batch_loss_sum(model, batch) / count
+            with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+                part = batch_loss_sum(model, batch) / count
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)

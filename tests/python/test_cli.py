@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,6 +295,8 @@ def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(
         "loss_scale",
         "skipped",
         "tok_per_s",
+        "model_flop_per_s",
+        "mfu",
         "ms",
         "stall_ms",
         "link_bytes",
@@ -404,6 +407,43 @@ def test_inspect_refuses_damaged_files(capsys, own_model, damage):
     code, _, err = run(capsys, "inspect", own_model / "model.safetensors")
     assert code == 4
     assert "model.safetensors" in err
+
+
+def test_doctor_measures_once_and_plans_and_runs_use_it(
+    capsys, model_dir, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = ("--model", model_dir("llama"), "--seq-len", 32, "--device", "host")
+    _, before, _ = run(capsys, "plan", *model)
+    assert "typical figures; `orlop doctor --measure`" in before
+
+    code, out, _ = run(capsys, "doctor", "--measure", "--device", "host", "--path", tmp_path, "--json")
+    profile = json.loads(out)["profile"]
+    assert code == 0
+    assert Path(profile["path"]).parent == tmp_path / "cache" / "orlop"
+    assert set(profile["matmul_flop_per_s"]) == {"BF16", "F16", "F32"}
+    rates = [*profile["matmul_flop_per_s"].values(), profile["upload_bytes_per_s"]]
+    rates += [profile["host_bytes_per_s"], profile["nvme_write_bytes_per_s"]]
+    assert min(rates) > 1e6
+    assert not list(tmp_path.glob("*orlop*")), "what the drive was measured with is gone"
+
+    _, text, _ = run(capsys, "plan", *model)
+    assert f"predicted from {profile['path']}" in text
+    plans = [json.loads(run(capsys, "plan", *model, "--precision", p, "--json")[1]) for p in ("bf16", "fp32")]
+    assert all(plan["time_is_measured"] for plan in plans)
+    code, out, _ = finetune(
+        capsys, model_dir("llama"), text_file, tmp_path / "run", "--device", "host", "--precision", "fp32"
+    )
+    assert (code, profile["path"] in out, "mfu" in out) == (0, True, True)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for record in steps:
+        if "loss" in record:
+            expected = record["model_flop_per_s"] / profile["matmul_flop_per_s"]["F32"]
+            assert record["mfu"] == pytest.approx(expected)
+
+    Path(profile["path"]).write_text("{")
+    _, text, _ = run(capsys, "plan", *model)
+    assert "typical figures" in text
 
 
 def test_doctor_reports_this_machine(capsys, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
 def make_config(precision: orlop.Precision, accumulation: int) -> orlop.EngineConfig:
     return orlop.EngineConfig(
-        device="host",
+        device=os.environ.get("ORLOP_TEST_DEVICE", "host"),
         precision=precision,
         batch=orlop.BatchConfig(micro_batch_size=2, sequence_length=32, accumulation_steps=accumulation),
         optimizer=orlop.OptimizerConfig(learning_rate=1e-4, weight_decay=0.1, max_grad_norm=1.0),

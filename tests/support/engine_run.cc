@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <functional>
 #include <numeric>
 #include <span>
@@ -100,9 +101,14 @@ RunRecord run(Engine& engine, const RunOptions& options) {
   return same_states(expected.states, found.states);
 }
 
+std::string test_device() {
+  const char* const device = std::getenv("ORLOP_TEST_DEVICE");
+  return device == nullptr ? "host" : device;
+}
+
 EngineConfig tiny_engine_config(Precision precision) {
   EngineConfig config;
-  config.device = "host";
+  config.device = test_device();
   config.precision = precision;
   config.batch = {.micro_batch_size = 2, .sequence_length = 16, .accumulation_steps = 3};
   config.optimizer.learning_rate = 5e-3;

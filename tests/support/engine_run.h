@@ -45,8 +45,11 @@ RunRecord run(Engine& engine, const RunOptions& options);
 ::testing::AssertionResult same_states(const States& expected, const States& found);
 ::testing::AssertionResult same_bits(const RunRecord& expected, const RunRecord& found);
 
-// A configuration for tiny models on the host device: 2 x 16 tokens, 3 micro-batches, a learning
-// rate at which every step shows.
+// Where engines of tests run: ORLOP_TEST_DEVICE (host, cuda, cuda:N), "host" without it.
+std::string test_device();
+
+// A configuration for tiny models on test_device(): 2 x 16 tokens, 3 micro-batches, a learning rate
+// at which every step shows.
 EngineConfig tiny_engine_config(Precision precision);
 
 }  // namespace orlop::test

@@ -48,5 +48,39 @@ TEST(Simulate, ASlowUpdateHidesUnderTheForwardAsFarAsItFits) {
   EXPECT_GT(exposed.step_seconds, exposed.optimizer_seconds);
 }
 
+SaveSimulation save_beside(double drive, size_t snapshot_bytes, bool wait_for_norm = true) {
+  PlanInput input = small_input(6, 2);
+  input.snapshot_bytes = snapshot_bytes;
+  input.updates_wait_for_norm = wait_for_norm;
+  PlacementPlan placement;
+  placement.params.resize(input.layout.flat_params.size());
+  placement.wave = 2;
+  HardwareProfile profile = machine(1e15, 1e15);
+  profile.nvme_write_bytes_per_s = drive;
+  return simulate_save(input, make_train_plan(input, placement), profile);
+}
+
+// Forward and backward take 62 ms, the states are 3.1 MB.
+TEST(SimulateSave, DelaysStepsByWhatTheDriveIsTooSlowFor) {
+  const SaveSimulation fast = save_beside(1e12, 0);
+  EXPECT_NEAR(static_cast<double>(fast.bytes), 3.1e6, 0.1e6);
+  EXPECT_NEAR(fast.stall_seconds, 0, 1e-6);
+  EXPECT_NEAR(save_beside(1e8, 0).stall_seconds, 0, 1e-6) << "31 ms hide under the next step";
+  // 310 ms do not: the last update comes when all is written, under the forward of the step after.
+  const SaveSimulation slow = save_beside(1e7, 0);
+  EXPECT_LT(slow.stall_seconds, slow.seconds - 0.062);
+  EXPECT_GT(slow.stall_seconds, slow.seconds - 2 * 0.062);
+  // Updates inside backward are asked for earlier.
+  EXPECT_GE(save_beside(1e8, 0, false).stall_seconds, save_beside(1e8, 0).stall_seconds);
+}
+
+TEST(SimulateSave, ASnapshotTakesTheDelayAway) {
+  const double none = save_beside(1e7, 0).stall_seconds;
+  const double half = save_beside(1e7, 1600000).stall_seconds;
+  EXPECT_LT(half, none);
+  EXPECT_GT(half, 0.2 * none);
+  EXPECT_NEAR(save_beside(1e7, 4000000).stall_seconds, 0, 1e-6);
+}
+
 }  // namespace
 }  // namespace orlop

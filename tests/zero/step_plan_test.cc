@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -25,7 +26,7 @@ PlacementPlan placement(const PlanInput& input, int prefetch, int wave) {
 }
 
 TEST(StepPlan, EveryPlacementProvesItself) {
-  const PlanInput input = small_input(4, 3);
+  PlanInput input = small_input(4, 3);
   const int params = static_cast<int>(input.layout.flat_params.size());
   int plans = 0;
   for (int prefetch = 0; prefetch <= 4; ++prefetch) {
@@ -34,6 +35,8 @@ TEST(StepPlan, EveryPlacementProvesItself) {
         for (int on_device = 0; on_device <= params; on_device += 2) {
           PlacementPlan plan = placement(input, prefetch, wave);
           plan.activations_on_device = (resident + wave) % 2 == 0;
+          plan.gradients_in_flight = 1 + (resident + prefetch) % 3;
+          input.updates_wait_for_norm = (resident + on_device / 2) % 2 == 0;
           for (int i = 0; i < resident; ++i)
             plan.params[static_cast<size_t>(params - 1 - i)].resident = true;
           for (int i = 0; i < on_device; ++i) {
@@ -49,6 +52,68 @@ TEST(StepPlan, EveryPlacementProvesItself) {
     }
   }
   EXPECT_EQ(plans, 5 * 3 * (params + 1) * ((params + 2) / 2));
+}
+
+// Index of the last operation of a kind, for a FlatParam if one is given.
+int last_of(const StepPlan& plan, OpKind kind, int param = -1) {
+  int last = -1;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    if (plan.ops[i].kind == kind && (param < 0 || plan.ops[i].param == param))
+      last = static_cast<int>(i);
+  }
+  return last;
+}
+
+TEST(StepPlan, WithoutANormUpdatesFollowTheirGradientsInsideBackward) {
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    PlanInput input = small_input(6, 2, dtype);
+    input.updates_wait_for_norm = false;
+    PlacementPlan home = placement(input, 1, 1);
+    home.params[2] = {.resident = true, .optimizer = Tier::kDevice};
+    const StepPlan plan = make_train_plan(input, home);
+    const int last_backward = last_of(plan, OpKind::kBackward);
+    const int params = static_cast<int>(input.layout.flat_params.size());
+    for (int param = 1; param < params; ++param) {  // the embedding's gradient is the last
+      const bool on_device = param == 2;
+      const OpKind source = on_device ? OpKind::kRoundGrad : OpKind::kOffloadGrad;
+      const int update = last_of(plan, on_device ? OpKind::kDeviceAdam : OpKind::kHostAdam, param);
+      EXPECT_GT(update, last_of(plan, source, param));
+      EXPECT_LT(update, last_backward) << param;
+    }
+    for (const PlanBuffer& buffer : plan.buffers) {
+      EXPECT_FALSE(buffer.persistent && buffer.kind == BufferKind::kRoundedGrad);
+    }
+  }
+}
+
+size_t host_grad_bytes(const PlanInput& input, int gradients_in_flight) {
+  PlacementPlan home = placement(input, 1, 1);
+  home.activations_on_device = true;
+  home.gradients_in_flight = gradients_in_flight;
+  const StepPlan plan = make_train_plan(input, home);
+  size_t others = 0;
+  for (const PlanBuffer& buffer : plan.buffers) {
+    if (buffer.tier == Tier::kHost && buffer.kind != BufferKind::kRoundedGrad)
+      others += align_up(buffer.bytes, kDeviceAlignment);
+  }
+  return plan.host_bytes - others;
+}
+
+TEST(StepPlan, GradientsInFlightTakeTurnsInHostMemory) {
+  PlanInput input = small_input(8, 1);
+  input.updates_wait_for_norm = false;
+  const size_t largest = input.rounded_grad_bytes(1);
+  EXPECT_LE(input.rounded_grad_bytes(0), largest) << "the layers are the largest here";
+  for (int in_flight = 1; in_flight <= 4; ++in_flight) {
+    EXPECT_EQ(host_grad_bytes(input, in_flight), static_cast<size_t>(in_flight) * largest);
+  }
+  // The queue that brings a gradient waits for the update that still reads the one before it.
+  PlacementPlan home = placement(input, 1, 1);
+  const StepPlan plan = make_train_plan(input, home);
+  const int third = last_of(plan, OpKind::kOffloadGrad, 3);
+  const std::vector<int>& waits = plan.ops[static_cast<size_t>(third)].waits;
+  EXPECT_NE(std::find(waits.begin(), waits.end(), last_of(plan, OpKind::kHostAdam, 4)),
+            waits.end());
 }
 
 TEST(StepPlan, LinkBytesDoNotGrowWithMicroBatches) {
@@ -124,6 +189,43 @@ TEST(PlanCheck, FindsAMissingWait) {
   }
   // A wait may be implied by others; most are not.
   EXPECT_GT(planted, 20);
+}
+
+TEST(PlanCheck, FindsWorkThatDoesNotWaitForTheStepBefore) {
+  for (const bool wait_for_norm : {true, false}) {
+    PlanInput input = small_input(4, 2);
+    input.updates_wait_for_norm = wait_for_norm;
+    const PlacementPlan home = placement(input, 1, 2);
+    const StepPlan plan = make_train_plan(input, home);
+    int planted = 0;
+    for (size_t i = 0; i < plan.ops.size(); ++i) {
+      if (plan.ops[i].after_update < 0) continue;
+      StepPlan broken = plan;
+      broken.ops[i].after_update = -1;
+      try {
+        plan_check(input, home, broken, true);
+      } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find("step before"), std::string::npos) << error.what();
+        ++planted;
+      }
+    }
+    EXPECT_GT(planted, 0);
+  }
+}
+
+TEST(PlanCheck, FindsABlockThatRunsOnUpdatedWeights) {
+  PlanInput input = small_input(4, 2);
+  input.updates_wait_for_norm = false;
+  PlacementPlan home = placement(input, 1, 2);
+  for (ParamPlacement& param : home.params) param = {.resident = true, .optimizer = Tier::kDevice};
+  StepPlan plan = make_train_plan(input, home);
+  const auto update = static_cast<size_t>(last_of(plan, OpKind::kDeviceAdam, 3));
+  const auto backward = std::find_if(plan.ops.begin(), plan.ops.end(), [](const PlanOp& op) {
+    return op.kind == OpKind::kBackward && op.block == 3;
+  });
+  std::rotate(backward, plan.ops.begin() + static_cast<std::ptrdiff_t>(update),
+              plan.ops.begin() + static_cast<std::ptrdiff_t>(update) + 1);
+  EXPECT_THROW(plan_check(input, home, plan, true), Error);
 }
 
 TEST(PlanCheck, FindsSharedBytesAndMissingWork) {

@@ -107,7 +107,7 @@ def _measure(config: RunConfig) -> dict[str, Any]:
                 "planned": plan.step_seconds,
             },
             "tokens_per_second": plan.tokens_per_step / median,
-            "model_flop_per_second": 6 * plan.parameters * plan.tokens_per_step / median,
+            "model_flop_per_second": 3 * plan.forward_flops / median,
             "optimizer_seconds": (after.optimizer_seconds - before.optimizer_seconds) / steps,
             "optimizer_exposed_seconds": (after.optimizer_exposed_seconds - before.optimizer_exposed_seconds)
             / steps,
@@ -130,7 +130,7 @@ def _print_text(result: dict[str, Any]) -> None:
     )
     print(
         f"throughput  {result['tokens_per_second']:,.1f} tok/s, "
-        f"{result['model_flop_per_second'] / 1e12:.3f} TFLOP/s of the model (6 per parameter and token)"
+        f"{result['model_flop_per_second'] / 1e12:.3f} TFLOP/s of the model (forward once, backward twice)"
     )
     print(
         f"update      {result['optimizer_seconds']:.3f} s on the host, "

@@ -17,7 +17,20 @@ _NEEDED_ISA = "avx2"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--path", action="append", metavar="DIR", help="folder whose free space matters")
+    parser.add_argument(
+        "--path",
+        action="append",
+        metavar="DIR",
+        help="folder whose free space matters; with --measure the first one's drive is measured, too",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure matmuls, copies, memory and the optimizer once (under a minute) and keep the figures: "
+        "plans then predict times from them",
+    )
+    parser.add_argument("--device", default="auto", help="what to measure: auto, host, cuda or cuda:N")
+    parser.add_argument("--threads", type=int, default=0, help="host threads; 0: every usable core")
 
 
 def remarks(facts: dict[str, Any]) -> list[str]:
@@ -72,6 +85,34 @@ def _print_text(facts: dict[str, Any]) -> None:
         print(f"{name:<{width}}  {text}")
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from .. import _orlop
+
+    drive = args.path[0] if args.path else ""
+    measured = _orlop.measure_hardware(device=args.device, threads=args.threads, drive=drive)
+    return {**json.loads(measured.json), "path": measured.path}
+
+
+def _print_profile(profile: dict[str, Any]) -> None:
+    matmuls = ", ".join(
+        f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in profile["matmul_flop_per_s"].items()
+    )
+    rates = {
+        "upload": "upload_bytes_per_s",
+        "offload": "offload_bytes_per_s",
+        "device memory": "device_bytes_per_s",
+        "host update": "host_bytes_per_s",
+        "drive, read": "nvme_read_bytes_per_s",
+        "drive, write": "nvme_write_bytes_per_s",
+    }
+    print(f"measured {profile['device']} with {profile['processor']}; kept in {profile['path']}")
+    print(f"  matmuls        {matmuls}")
+    for name, key in rates.items():
+        if key in profile:
+            print(f"  {name:<14} {profile[key] / 1e9:.2f} GB/s")
+    print(f"  one operation  {1e6 * profile['launch_seconds']:.1f} us")
+
+
 def run(args: argparse.Namespace) -> int:
     paths = args.path or ["."]
     for path in paths:
@@ -79,10 +120,14 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--path {path}: no such folder")
     facts = probe(paths)
     facts["remarks"] = remarks(facts)
+    if args.measure:
+        facts["profile"] = measure(args)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
     _print_text(facts)
     for line in facts["remarks"]:
         print(f"note: {line}")
+    if args.measure:
+        _print_profile(facts["profile"])
     return 0
