@@ -1,80 +1,17 @@
 #include "engine/checkpoint.h"
 
 #include <algorithm>
-#include <array>
-#include <numeric>
-#include <set>
-#include <utility>
+#include <optional>
 
 #include "base/check.h"
-#include "base/half.h"
+#include "engine/ranks.h"
+#include "engine/state_files.h"
 #include "formats/manifest.h"
-#include "formats/safetensors.h"
-#include "formats/safetensors_writer.h"
 
 namespace orlop {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kStatesFile = "optim/rank-0.safetensors";
-constexpr int64_t kPieceElements = int64_t{1} << 18;
-constexpr std::array<std::pair<Plane, const char*>, 3> kPlanes = {
-    {{Plane::kMaster, ".master"}, {Plane::kExpAvg, ".exp_avg"}, {Plane::kExpAvgSq, ".exp_avg_sq"}}};
-
-DType stored_dtype(Plane plane, DType moment_dtype) {
-  return plane == Plane::kMaster ? DType::kF32 : moment_dtype;
-}
-
-// In the order in which `params` are written, which lets the file's hash run along.
-std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore& states,
-                                    const std::vector<int>& params) {
-  std::vector<TensorSpec> specs;
-  for (const int param : params) {
-    const DType moments = states.planes(param).moment_dtype;
-    for (const Segment& segment : layout.flat_params[static_cast<size_t>(param)].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        specs.push_back({segment.name + suffix, stored_dtype(plane, moments), segment.shape});
-      }
-    }
-  }
-  return specs;
-}
-
-// Hands one plane of one tensor to `use(first element, values)` in pieces.
-template <typename Use>
-void for_pieces(const Segment& segment, const Use& use) {
-  std::vector<float> values;
-  for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
-    values.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)));
-    use(first, std::span<float>(values));
-  }
-}
-
-void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateStore& states,
-                  const SaveOrder& order) {
-  std::vector<uint16_t> halves;
-  for (const int index : order.params) {
-    order.before(index);
-    for (const Segment& segment : layout.flat_params[static_cast<size_t>(index)].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
-        const std::string name = segment.name + suffix;
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          states.read(index, which, segment.offset + first, values);
-          std::span<const std::byte> bytes = std::as_bytes(values);
-          if (dtype == DType::kBF16) {
-            halves.resize(values.size());
-            std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
-            bytes = std::as_bytes(std::span(halves));
-          }
-          writer.write(name, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
-        });
-      }
-    }
-    order.after(index);
-  }
-}
 
 nlohmann::json to_json(const TrainingState& training) {
   const GradScalerState& scaler = training.scaler;
@@ -108,106 +45,70 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
   }
 }
 
-// "\n  missing (12): a, b, c, ..."
-std::string listed(const char* what, const std::vector<std::string>& names) {
-  if (names.empty()) return "";
-  const size_t shown = std::min<size_t>(names.size(), 6);
-  return fmt::format(
-      "\n  {} ({}): {}{}", what, names.size(),
-      fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
-      shown < names.size() ? ", ..." : "");
-}
-
-// Compares the file with what the model asks for, by name, and tells all that differs.
-void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>& specs,
-                 const fs::path& file) {
-  std::vector<std::string> missing;
-  std::vector<std::string> reshaped;
-  std::set<std::string_view> wanted;
-  for (const TensorSpec& spec : specs) {
-    wanted.insert(spec.name);
-    const TensorInfo* tensor = reader.find(spec.name);
-    if (tensor == nullptr) {
-      missing.push_back(spec.name);
-      continue;
-    }
-    if (tensor->shape != spec.shape) {
-      reshaped.push_back(fmt::format("{} [{}] instead of [{}]", spec.name,
-                                     fmt::join(tensor->shape, ", "), fmt::join(spec.shape, ", ")));
-    }
-    check(tensor->dtype == DType::kF32 || tensor->dtype == DType::kBF16, ErrorCode::kInvalidData,
-          "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name,
-          dtype_name(tensor->dtype));
+// What every rank has written, in the order of the ranks.
+std::vector<ManifestFile> gather_files(Communicator& ranks, const ManifestFile& own) {
+  struct Entry {
+    size_t bytes;
+    uint64_t xxh3;
+  };
+  const Entry entry{own.bytes, own.xxh3};
+  std::vector<Entry> entries(static_cast<size_t>(ranks.world_size()));
+  ranks.all_gather_values(std::as_bytes(std::span(&entry, 1)),
+                          std::as_writable_bytes(std::span(entries)), "checkpoint files");
+  std::vector<ManifestFile> files;
+  for (size_t rank = 0; rank < entries.size(); ++rank) {
+    files.push_back(
+        {state_file_name(static_cast<int>(rank)), entries[rank].bytes, entries[rank].xxh3});
   }
-  std::vector<std::string> unexpected;
-  for (const TensorInfo& tensor : reader.tensors()) {
-    if (!wanted.contains(tensor.name)) unexpected.push_back(tensor.name);
-  }
-  if (missing.empty() && reshaped.empty() && unexpected.empty()) return;
-  fail(ErrorCode::kInvalidData, "'{}' belongs to another model:{}{}{}", file.string(),
-       listed("missing", missing), listed("of another shape", reshaped),
-       listed("unexpected", unexpected));
-}
-
-void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
-  std::vector<uint16_t> halves;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        const TensorInfo& tensor = reader.at(segment.name + suffix);
-        for_pieces(segment, [&, which = plane](int64_t first, std::span<float> values) {
-          const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
-          if (tensor.dtype == DType::kBF16) {
-            halves.resize(values.size());
-            reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
-            std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
-          } else {
-            reader.read(tensor, offset, std::as_writable_bytes(values));
-          }
-          states.write(static_cast<int>(param), which, segment.offset + first, values);
-        });
-      }
-    }
-  }
+  return files;
 }
 
 }  // namespace
 
-fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
-                       StateStore& states, const TrainingState& training, const SaveOrder& order) {
-  remove_leftovers(root);
-  const fs::path folder = begin_checkpoint(root, training.steps);
-  std::error_code error;
-  fs::create_directories((folder / kStatesFile).parent_path(), error);
-  check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}",
-        (folder / kStatesFile).parent_path().string(), error.message());
-  SafetensorsWriter writer(folder / kStatesFile, state_specs(layout, states, order.params));
-  write_states(writer, layout, states, order);
-  const WrittenFile written = writer.finish();
+fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, StateStore& states,
+                       const TrainingState& training, const SaveOrder& order, Communicator& ranks) {
+  const fs::path unfinished = unfinished_checkpoint(place.root, training.steps);
+  on_all_ranks(ranks, "checkpoint, begin", [&] {
+    if (ranks.rank() != 0) return;
+    remove_leftovers(place.root);
+    begin_checkpoint(place.root, training.steps);
+    make_state_folder(unfinished);
+  });
+  ManifestFile own;
+  on_all_ranks(ranks, "checkpoint, states",
+               [&] { own = write_state_file(unfinished, ranks.rank(), layout, states, order); });
   Manifest manifest;
   manifest.step = training.steps;
   manifest.state = to_json(training);
-  manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
-  const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, keep);
-  return complete;
+  manifest.files = gather_files(ranks, own);
+  on_all_ranks(ranks, "checkpoint, manifest", [&] {
+    if (ranks.rank() != 0) return;
+    commit_checkpoint(place.root, manifest);
+    prune_checkpoints(place.root, place.keep);
+  });
+  return checkpoint_folder(place.root, training.steps);
 }
 
 TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
-                            bool decoupled) {
-  const Manifest manifest = read_checkpoint(folder, VerifyHashes::kYes);
-  const TrainingState training = from_json(manifest.state, folder);
-  check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
-        "'{}' was written by {}, this run uses {}: their moments are not the same; set "
-        "optimizer.decoupled (--optim) to the one that wrote it",
-        folder.string(), decoupled ? "Adam with L2" : "AdamW",
-        decoupled ? "AdamW" : "Adam with L2");
-  const fs::path file = folder / kStatesFile;
-  const SafetensorsReader reader(file);
-  std::vector<int> params(layout.flat_params.size());
-  std::iota(params.begin(), params.end(), 0);
-  check_names(reader, state_specs(layout, states, params), file);
-  read_states(reader, layout, states);
+                            Communicator& ranks, bool decoupled) {
+  TrainingState training;
+  std::optional<StateFiles> files;
+  on_all_ranks(ranks, "checkpoint, check", [&] {
+    const Manifest manifest = read_checkpoint(folder, VerifyHashes::kNo);
+    for (size_t i = 0; i < manifest.files.size(); ++i) {  // the ranks share the work
+      if (i % static_cast<size_t>(ranks.world_size()) != static_cast<size_t>(ranks.rank()))
+        continue;
+      verify_hash(folder, manifest.files[i]);
+    }
+    training = from_json(manifest.state, folder);
+    check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
+          "'{}' was written by {}, this run uses {}: their moments are not the same; set "
+          "optimizer.decoupled (--optim) to the one that wrote it",
+          folder.string(), decoupled ? "Adam with L2" : "AdamW",
+          decoupled ? "AdamW" : "Adam with L2");
+    files.emplace(folder, manifest, layout);
+  });
+  files->read(layout, states);
   return training;
 }
 

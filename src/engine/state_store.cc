@@ -13,18 +13,29 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 
 }  // namespace
 
-StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-                       std::byte* device_arena, std::byte* host_arena, QueueKind down)
-    : backend_(backend), down_(down), homes_(input.layout.flat_params.size()) {
+StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
+                       const StateArenas& arenas, QueueKind down)
+    : backend_(backend),
+      down_(down),
+      rank_(rank),
+      world_size_(input.world_size),
+      homes_(input.layout.flat_params.size()) {
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.kind != BufferKind::kState) continue;
     Home& home = homes_[static_cast<size_t>(buffer.param)];
-    home.planes = state_planes(input.layout.flat_params[static_cast<size_t>(buffer.param)].numel,
-                               input.compute_dtype, input.moment_dtype);
+    home.planes =
+        state_planes(input.shard_numel(buffer.param), input.compute_dtype, input.moment_dtype);
+    home.numel = input.layout.flat_params[static_cast<size_t>(buffer.param)].numel;
+    home.shard = shard_range(home.numel, rank, input.world_size);
     home.tier = buffer.tier;
-    home.address = (buffer.tier == Tier::kDevice ? device_arena : host_arena) + buffer.offset;
+    home.address = (buffer.tier == Tier::kDevice ? arenas.device : arenas.host) + buffer.offset;
   }
   own_homes_ = homes_;
+}
+
+ElementRange StateStore::part_of_rank(int param, int rank, int64_t offset, int64_t numel) const {
+  const ShardRange shard = shard_range(home(param).numel, rank, world_size_);
+  return intersect({offset, numel}, {shard.begin, shard.numel});
 }
 
 void StateStore::read_from_copy(int param, std::byte* copy) {
@@ -60,6 +71,7 @@ void StateStore::clear() {
 
 void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> values) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   if (home.tier == Tier::kHost) {
     read_plane(home.planes, home.address, plane, offset, values);
     return;
@@ -88,6 +100,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
 
 void StateStore::write(int param, Plane plane, int64_t offset, std::span<const float> values) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   if (home.tier == Tier::kHost) {
     write_plane(home.planes, home.address, plane, offset, values);
     return;
@@ -115,6 +128,7 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
 
 void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byte> out) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   if (home.tier == Tier::kHost) {
     orlop::read_compute_copy(home.planes, home.address, offset, out);
     return;

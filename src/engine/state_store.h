@@ -6,29 +6,46 @@
 
 #include "backend/backend.h"
 #include "zero/param_states.h"
+#include "zero/partition.h"
 #include "zero/step_plan.h"
 
 namespace orlop {
 
-// The states of every FlatParam, wherever the plan put them, for whoever loads, saves or reads them
-// between steps. What lives on the device passes through a small staging buffer. Used by one thread
-// at a time, which makes sure that no update is running.
+// Where the arenas of a plan lie.
+struct StateArenas {
+  std::byte* device = nullptr;
+  std::byte* host = nullptr;
+};
+
+// This rank's part of the states of every FlatParam, wherever the plan put it, for whoever loads,
+// saves or reads states between steps. Offsets count from the start of the FlatParam. What lives on
+// the device passes through a small staging buffer. Used by one thread at a time, which makes sure
+// that no update is running.
 class StateStore {
  public:
   // What lives on the device comes down on queue `down`.
-  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
-             std::byte* device_arena, std::byte* host_arena, QueueKind down);
+  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
+             const StateArenas& arenas, QueueKind down);
 
+  // Of this rank's part, with its padding.
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
+
+  // Elements of the FlatParam that are this rank's.
+  const ShardRange& shard(int param) const { return homes_[static_cast<size_t>(param)].shard; }
+  // Of elements [offset, offset + numel) those that are this rank's, or another's; numel 0: none.
+  ElementRange own_part(int param, int64_t offset, int64_t numel) const {
+    return part_of_rank(param, rank_, offset, numel);
+  }
+  ElementRange part_of_rank(int param, int rank, int64_t offset, int64_t numel) const;
 
   // The state buffer of a FlatParam that the host updates; null for one that lives on the device.
   std::byte* host_states(int param) const;
 
-  // Masters, moments and gaps become zero.
+  // Masters, moments, gaps and padding become zero.
   void clear();
 
   // Elements [offset, offset + values.size()) of one plane, as read_plane() and write_plane() give
-  // and take them.
+  // and take them. All of them are this rank's.
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
 
@@ -43,6 +60,8 @@ class StateStore {
  private:
   struct Home {
     StatePlanes planes;
+    int64_t numel = 0;  // of the FlatParam
+    ShardRange shard;
     Tier tier = Tier::kHost;
     std::byte* address = nullptr;
   };
@@ -51,6 +70,8 @@ class StateStore {
 
   Backend& backend_;
   QueueKind down_;
+  int rank_;
+  int world_size_;
   std::vector<Home> own_homes_;
   std::vector<Home> homes_;  // of copies, where there are any
   std::vector<std::byte> staging_;

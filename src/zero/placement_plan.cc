@@ -155,7 +155,7 @@ class Planner {
     if (wanted_.device_optimizer_blocks || input_.device_is_host) return false;
     for (int count = 1; count <= params_; ++count) {
       PlacementPlan candidate = placement;
-      set_device_optimizer(candidate, count);
+      set_device_optimizer(input_, candidate, count);
       if (!fits(candidate)) continue;
       placement = candidate;
       return true;
@@ -220,7 +220,8 @@ class Planner {
     };
     const auto shards = [&] {
       if (wanted_.device_optimizer_blocks || input_.device_is_host) return;
-      grow(placement, 1, params_, [](PlacementPlan& p, int n) { set_device_optimizer(p, n); });
+      grow(placement, 1, params_,
+           [&](PlacementPlan& p, int n) { set_device_optimizer(input_, p, n); });
     };
     if (weights_first) weights();
     shards();
@@ -235,10 +236,13 @@ class Planner {
     }
   }
 
-  // The first FlatParams in order of use: the next forward waits for their updates first.
-  static void set_device_optimizer(PlacementPlan& placement, int count) {
+  // The first FlatParams in order of use: the next forward waits for their updates first. The
+  // states of one rank are the whole weights, which so are resident; of several, a part.
+  static void set_device_optimizer(const PlanInput& input, PlacementPlan& placement, int count) {
     for (int i = 0; i < count; ++i) {
-      placement.params[static_cast<size_t>(i)] = {.resident = true, .optimizer = Tier::kDevice};
+      ParamPlacement& home = placement.params[static_cast<size_t>(i)];
+      home.optimizer = Tier::kDevice;
+      home.resident = home.resident || input.world_size == 1;
     }
   }
 
@@ -262,7 +266,7 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   placement.wave = wanted.wave.value_or(1);
   Planner::set_resident(placement, residency_order(input.layout),
                         wanted.resident_blocks.value_or(0));
-  Planner::set_device_optimizer(placement, wanted.device_optimizer_blocks.value_or(0));
+  Planner::set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
   return placement;
 }
 

@@ -88,7 +88,8 @@ class Builder {
   void add_persistent_buffers() {
     const int params = static_cast<int>(params_.size());
     rope_ = add_buffer(BufferKind::kRope, input_.rope_bytes, Tier::kDevice, true);
-    sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()),
+    sums_ = add_buffer(BufferKind::kNormSums,
+                       static_cast<size_t>(input_.world_size) * norm_row_bytes(params_.size()),
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
     host_scalars_ =
@@ -104,7 +105,7 @@ class Builder {
       state.state =
           add_param_buffer(BufferKind::kState, param, input_.state_bytes(param), tier, true);
       add_scalar_buffers(param, tier);
-      if (tier == Tier::kDevice) {
+      if (tier == Tier::kDevice && !has_ranks()) {
         state.resident_copy = state.state;  // the compute copy is the first plane of the states
       } else if (home.resident) {
         state.resident_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
@@ -167,15 +168,27 @@ class Builder {
       if (state.device_copy >= 0) continue;
       if (state.resident_copy >= 0) {
         state.device_copy = state.resident_copy;
-        if (is_on_device(param) || state.uploaded) continue;
+        if (state.resident_copy == state.state || state.uploaded) continue;
         state.uploaded = true;
       } else {
         state.device_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param));
       }
+      fill_device_copy(param);
+    }
+  }
+
+  // Every rank brings its part, from host memory or from the states on its device.
+  void fill_device_copy(int param) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    if (!is_on_device(param)) {
       emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
            {{state.state, false}, {state.device_copy, true}})
           .param = param;
     }
+    if (!has_ranks()) return;
+    std::vector<BufferUse> uses = {{state.device_copy, true}};
+    if (is_on_device(param)) uses.push_back({state.state, false});
+    emit(OpKind::kAllGather, PlanLaneKind::kComm, std::move(uses)).param = param;
   }
 
   void release_params(int visit_index) {
@@ -399,6 +412,9 @@ class Builder {
           param;
       return;
     }
+    if (has_ranks()) {
+      emit(OpKind::kReduceScatter, PlanLaneKind::kComm, {{grad, true}}).param = param;
+    }
     const int rounded = round_grad(param, grad);
     if (!input_.updates_wait_for_norm) {
       update_now(param, rounded);
@@ -468,6 +484,7 @@ class Builder {
   }
 
   void finish_step() {
+    if (has_ranks()) emit(OpKind::kGatherNorms, PlanLaneKind::kComm, {{sums_, true}});
     emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
     emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
          {{scalars_, false}, {host_scalars_, true}});
@@ -501,6 +518,7 @@ class Builder {
 
   // ---- small helpers
 
+  bool has_ranks() const { return input_.world_size > 1; }
   bool is_on_device(int param) const {
     return placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
   }
