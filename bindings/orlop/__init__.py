@@ -101,7 +101,10 @@ _DOORS = {
     "AdamW": ("adamw", "AdamW"),
     "GradScaler": ("grad_scaler", "GradScaler"),
     "deepspeed_compat": ("deepspeed_compat", None),
+    "gathered": ("wrapping", "gathered"),
     "hf": ("hf", None),
+    "unwrap": ("wrapping", "unwrap"),
+    "wrap": ("wrapping", "wrap"),
 }
 
 

@@ -22,6 +22,7 @@ nlohmann::json to_json(const TrainingState& training) {
             {"finite_steps", scaler.finite_steps},
             {"failures", scaler.failures},
             {"skipped_steps", scaler.skipped_steps}}},
+          {"optimizer", training.decoupled.value_or(true) ? "adamw" : "adam"},
           {"user_state", training.user_state}};
 }
 
@@ -36,6 +37,7 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
     scaler.at("failures").get_to(training.scaler.failures);
     scaler.at("skipped_steps").get_to(training.scaler.skipped_steps);
     state.at("user_state").get_to(training.user_state);
+    if (state.contains("optimizer")) training.decoupled = state["optimizer"] == "adamw";
     return training;
   } catch (const nlohmann::json::exception& error) {
     fail(ErrorCode::kInvalidData, "'{}': the training state is damaged: {}",
@@ -88,7 +90,7 @@ fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, 
 }
 
 TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
-                            Communicator& ranks) {
+                            Communicator& ranks, bool decoupled) {
   TrainingState training;
   std::optional<StateFiles> files;
   on_all_ranks(ranks, "checkpoint, check", [&] {
@@ -99,6 +101,11 @@ TrainingState load_training(const fs::path& folder, const ModelLayout& layout, S
       verify_hash(folder, manifest.files[i]);
     }
     training = from_json(manifest.state, folder);
+    check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
+          "'{}' was written by {}, this run uses {}: their moments are not the same; set "
+          "optimizer.decoupled (--optim) to the one that wrote it",
+          folder.string(), decoupled ? "Adam with L2" : "AdamW",
+          decoupled ? "AdamW" : "Adam with L2");
     files.emplace(folder, manifest, layout);
   });
   files->read(layout, states);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "comm/communicator.h"
@@ -14,7 +15,8 @@ namespace orlop {
 struct TrainingState {
   int64_t steps = 0;  // updates applied
   GradScalerState scaler;
-  std::string user_state;  // the caller's own, e.g. the position in the data
+  std::optional<bool> decoupled;  // AdamW, or Adam with L2; checkpoints of old do not tell
+  std::string user_state;         // the caller's own, e.g. the position in the data
 };
 
 // Where the checkpoints of a run go.
@@ -32,8 +34,8 @@ std::filesystem::path save_training(const CheckpointPlace& place, const ModelLay
 
 // Reads this rank's part of such a folder, however many ranks have written it. Sizes, hashes, names
 // and shapes are checked before the first state changes; a missing and an unknown tensor are
-// errors.
+// errors, and so is a checkpoint of the other flavour of Adam than `decoupled` names.
 TrainingState load_training(const std::filesystem::path& folder, const ModelLayout& layout,
-                            StateStore& states, Communicator& ranks);
+                            StateStore& states, Communicator& ranks, bool decoupled);
 
 }  // namespace orlop

@@ -150,7 +150,8 @@ class Engine::Impl {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     check_usable();
     if (mode == SaveMode::kWait) optimizer_.wait_idle();
-    const TrainingState training{applied_steps_, scaler_.state(), user_state};
+    const TrainingState training{applied_steps_, scaler_.state(), config_.optimizer.decoupled,
+                                 user_state};
     const std::filesystem::path folder =
         session_.save().start({{run_dir, static_cast<size_t>(keep)}, training, version_});
     if (mode == SaveMode::kWait) session_.save().wait();
@@ -163,7 +164,8 @@ class Engine::Impl {
     session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
-      const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_);
+      const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_,
+                                                   config_.optimizer.decoupled);
       scaler_.restore(training.scaler);
       applied_steps_ = training.steps;
       return training.user_state;

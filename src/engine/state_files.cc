@@ -100,6 +100,16 @@ std::vector<fs::path> state_files(const fs::path& folder, const Manifest& manife
   return files;
 }
 
+// "\n  missing (12): a, b, c, ..."
+std::string listed(const char* what, const std::vector<std::string>& names) {
+  if (names.empty()) return "";
+  const size_t shown = std::min<size_t>(names.size(), 6);
+  return fmt::format(
+      "\n  {} ({}): {}{}", what, names.size(),
+      fmt::join(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
+      shown < names.size() ? ", ..." : "");
+}
+
 }  // namespace
 
 std::string state_file_name(int rank) { return fmt::format("{}{}{}", kPrefix, rank, kSuffix); }
@@ -137,42 +147,51 @@ StateFiles::StateFiles(const fs::path& folder, const Manifest& manifest,
       slices.push_back({readers_.back().get(), &tensor, begin});
     }
   }
+  Differences differences;
   std::set<std::string> known;
   for (const FlatParamLayout& flat : layout.flat_params) {
     for (const Segment& segment : flat.segments) {
       for (const auto& [plane, suffix] : kPlanes) {
-        check_tensor(segment.name + suffix, segment, folder);
+        compare(segment.name + suffix, segment, differences);
         known.insert(segment.name + suffix);
       }
     }
   }
   for (const auto& [name, slices] : tensors_) {
-    check(known.contains(name), ErrorCode::kInvalidData,
-          "'{}' holds '{}', which is no state of this model: it belongs to another model",
-          slices.front().reader->files().front().string(), name);
+    if (!known.contains(name)) differences.unexpected.push_back(name);
   }
+  const auto& [missing, reshaped, unexpected] = differences;
+  check(missing.empty() && reshaped.empty() && unexpected.empty(), ErrorCode::kInvalidData,
+        "'{}' belongs to another model:{}{}{}", folder.string(), listed("missing", missing),
+        listed("of another shape", reshaped), listed("unexpected", unexpected));
 }
 
-void StateFiles::check_tensor(const std::string& name, const Segment& segment,
-                              const fs::path& folder) const {
+void StateFiles::compare(const std::string& name, const Segment& segment,
+                         Differences& differences) const {
   const auto found = tensors_.find(name);
-  check(found != tensors_.end(), ErrorCode::kInvalidData, "'{}': '{}' is missing", folder.string(),
-        name);
+  if (found == tensors_.end()) {
+    differences.missing.push_back(name);
+    return;
+  }
   int64_t numel = 0;
   for (const Slice& slice : found->second) {
     const TensorInfo& tensor = *slice.tensor;
-    const std::string file = slice.reader->files().front().string();
-    const bool is_whole = tensor.numel() == segment.numel;
-    check(is_whole ? tensor.shape == segment.shape : tensor.shape.size() == 1,
-          ErrorCode::kInvalidData, "'{}': '{}' has shape [{}], the model asks for [{}]", file, name,
-          fmt::join(tensor.shape, ", "), fmt::join(segment.shape, ", "));
     check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
-          "'{}': '{}' is {}; states are F32 or BF16", file, name, dtype_name(tensor.dtype));
+          "'{}': '{}' is {}; states are F32 or BF16", slice.reader->files().front().string(), name,
+          dtype_name(tensor.dtype));
+    const bool is_whole = tensor.numel() == segment.numel;
+    if (!(is_whole ? tensor.shape == segment.shape : tensor.shape.size() == 1)) {
+      differences.reshaped.push_back(fmt::format("{} [{}] instead of [{}]", name,
+                                                 fmt::join(tensor.shape, ", "),
+                                                 fmt::join(segment.shape, ", ")));
+      return;
+    }
     numel += tensor.numel();
   }
-  check(numel == segment.numel, ErrorCode::kInvalidData,
-        "'{}': the {} files hold {} elements of '{}', the model asks for {}", folder.string(),
-        readers_.size(), numel, name, segment.numel);
+  if (numel != segment.numel) {
+    differences.reshaped.push_back(fmt::format("{} with {} elements in {} files instead of {}",
+                                               name, numel, readers_.size(), segment.numel));
+  }
 }
 
 void StateFiles::read(const ModelLayout& layout, StateStore& states) const {

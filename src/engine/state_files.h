@@ -41,8 +41,8 @@ ManifestFile write_state_file(const std::filesystem::path& folder, int rank,
 class StateFiles {
  public:
   // Opens the state files that the manifest lists and checks their tensors against the model.
-  // Throws Error(kInvalidData) that names file, tensor and numbers: a missing and an unknown tensor
-  // are errors.
+  // Throws Error(kInvalidData) that names the folder and every tensor that is missing, unexpected
+  // or of another shape.
   StateFiles(const std::filesystem::path& folder, const Manifest& manifest,
              const ModelLayout& layout);
 
@@ -56,8 +56,14 @@ class StateFiles {
     int64_t begin = 0;  // in the tensor
   };
 
-  void check_tensor(const std::string& name, const Segment& segment,
-                    const std::filesystem::path& folder) const;
+  // What the files hold other than the model asks for, by tensor.
+  struct Differences {
+    std::vector<std::string> missing;
+    std::vector<std::string> reshaped;
+    std::vector<std::string> unexpected;
+  };
+
+  void compare(const std::string& name, const Segment& segment, Differences& differences) const;
   void read_plane(const std::vector<Slice>& slices, int param, const Segment& segment, Plane plane,
                   StateStore& states) const;
 

@@ -2,13 +2,15 @@
 //   train_worker train MODEL RUN_DIR                 trains without end, saves after every step
 //   train_worker train-on MODEL RUN_DIR              likewise, saving in the background
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
-//                                                    trains two steps from random weights with so
+//                                                    trains two steps, from random weights where
+//                                                    the folder holds none, with so
 //                                                    many blocks' optimizer on the device, clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
 
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <string>
 
@@ -35,7 +37,7 @@ void train(const std::string& model, const std::string& run_dir, SaveMode mode) 
 void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
                     double clip) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
-  config.from_scratch = true;
+  config.from_scratch = !std::filesystem::exists(model + "/model.safetensors");
   config.placement.device_optimizer_blocks = device_blocks;
   config.optimizer.max_grad_norm = clip;
   const auto engine = Engine::open(model, config);
