@@ -31,6 +31,7 @@
 #include "bench/support/samples.h"
 #include "bench/support/trace_times.h"
 #include "engine/model_files.h"
+#include "engine/ranks.h"
 #include "engine/session.h"
 #include "orlop/engine.h"
 
@@ -150,7 +151,8 @@ ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, 
   config.placement = {};
   config.placement.device_optimizer_blocks = 0;
   config.limits.device_bytes.reset();
-  Session session(make_planning(model_dir, config, nullptr), config, nullptr);
+  const std::unique_ptr<Communicator> ranks = one_rank();
+  Session session(make_planning(model_dir, config, {}, nullptr), config, *ranks, nullptr);
   // Zeros would draw less power and run faster than real weights.
   init_weights(session.layout(), config.seed, session.planning().threads, session.states());
   fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",
@@ -195,11 +197,12 @@ MatmulCeiling measure_matmuls_alone(std::span<const MatmulArgs>, int) { return {
 std::vector<MatmulArgs> step_matmuls(const std::string& model_dir, const EngineConfig& config,
                                      int& threads) {
   std::vector<MatmulArgs> matmuls;
-  Planning planning = make_planning(model_dir, config, nullptr);
+  const std::unique_ptr<Communicator> ranks = one_rank();
+  Planning planning = make_planning(model_dir, config, {}, nullptr);
   threads = planning.threads;
   planning.device.backend =
       std::make_unique<RecordingBackend>(std::move(planning.device.backend), matmuls);
-  Session session(std::move(planning), config, nullptr);
+  Session session(std::move(planning), config, *ranks, nullptr);
   const std::vector<MicroBatch> batches =
       random_batches(config, session.planning().model.vocab_size);
   WalkInput input;

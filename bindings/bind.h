@@ -11,6 +11,7 @@ void bind_config(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_data(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_ranks(pybind11::module_& module);
 void bind_async_file(pybind11::module_& module);
 void bind_drives(pybind11::module_& module);
 void bind_tensor_optimizer(pybind11::module_& module);

@@ -128,8 +128,14 @@ void bind_data(py::module_& module) {
                          "Deterministic batches from a token file. Documents are shuffled per "
                          "epoch by (seed, epoch), laid "
                          "end to end and cut into rows; a document never attends to another.")
-      .def(py::init<const std::string&, const BatchConfig&, uint64_t, bool>(),
-           py::arg("token_file"), py::arg("batch"), py::arg("seed"), py::arg("shuffle"), Release())
+      .def(py::init([](const std::string& token_file, const BatchConfig& batch, uint64_t seed,
+                       bool shuffle, int rank, int world_size) {
+             return std::make_unique<DataLoader>(token_file, batch, seed, shuffle,
+                                                 DataShare{rank, world_size});
+           }),
+           py::arg("token_file"), py::arg("batch"), py::arg("seed"), py::arg("shuffle"),
+           py::arg("rank") = 0, py::arg("world_size") = 1, Release(),
+           "Of several ranks, each gets every world_size-th micro-batch of one stream.")
       .def("rows_per_epoch", &DataLoader::rows_per_epoch)
       .def("tokens", &DataLoader::tokens)
       .def("vocab_size", &DataLoader::vocab_size)

@@ -102,6 +102,9 @@ void bind_training(py::class_<EngineHandle>& engine) {
           "shortage per tier before anything big is allocated.")
       .def_property_readonly("plan", [](EngineHandle& self) { return self.get().plan(); })
       .def_property_readonly("config", [](EngineHandle& self) { return self.get().config(); })
+      .def_property_readonly("rank", [](EngineHandle& self) { return self.get().rank(); })
+      .def_property_readonly("world_size",
+                             [](EngineHandle& self) { return self.get().world_size(); })
       .def_property_readonly("steps_done",
                              [](EngineHandle& self) { return self.get().steps_done(); })
       .def(
@@ -164,11 +167,12 @@ void bind_engine(py::module_& module) {
   bind_results(module);
   module.def(
       "plan",
-      [](const std::string& model_dir, const EngineConfig& config) {
-        return Engine::plan(model_dir, config);
+      [](const std::string& model_dir, const EngineConfig& config, int ranks) {
+        return Engine::plan(model_dir, config, ranks);
       },
-      py::arg("model_dir"), py::arg("config"), Release(),
-      "The plan that Engine.open() would make, from config.json alone.");
+      py::arg("model_dir"), py::arg("config"), py::arg("ranks") = 1, Release(),
+      "The plan that Engine.open() would make, from config.json alone; for each of `ranks` on this "
+      "machine.");
 
   py::class_<EngineHandle> engine(module, "Engine",
                                   "Trains one model from a Hugging Face folder. Called by one "

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_orlop, module) {
   orlop::python::bind_plan(module);
   orlop::python::bind_data(module);
   orlop::python::bind_engine(module);
+  orlop::python::bind_ranks(module);
   orlop::python::bind_async_file(module);
   orlop::python::bind_drives(module);
   orlop::python::bind_tensor_optimizer(module);

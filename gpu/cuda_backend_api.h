@@ -8,6 +8,7 @@
 namespace orlop {
 
 class Backend;
+class Communicator;
 class Tracer;
 
 struct CudaBackendOptions {
@@ -25,6 +26,14 @@ struct CudaBackendOptions {
   bool own_kernels_only = false;
 };
 
+// The ranks of `host`, one GPU each.
+struct NcclOptions {
+  int32_t device_index = 0;
+  Communicator* host = nullptr;  // outlives the communicator
+  // A collective that has not ended so long after those before it has failed.
+  double timeout_seconds = 1800;
+};
+
 }  // namespace orlop
 
 extern "C" {
@@ -38,4 +47,9 @@ using OrlopMakeCudaBackend = orlop::Backend* (*)(const orlop::CudaBackendOptions
 // Devices that can be named by device_index; 0 without a GPU or a usable driver. Never throws.
 int32_t orlop_cuda_device_count();
 using OrlopCudaDeviceCount = int32_t (*)();
+
+// All ranks of options->host call it together; the caller deletes the communicator, on all ranks,
+// after the queues that it has worked on are idle. Throws orlop::Error(kCommunicator).
+orlop::Communicator* orlop_make_nccl_communicator(const orlop::NcclOptions* options);
+using OrlopMakeNcclCommunicator = orlop::Communicator* (*)(const orlop::NcclOptions*);
 }

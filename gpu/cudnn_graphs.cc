@@ -1,7 +1,6 @@
 #include "gpu/cudnn_graphs.h"
 
 #include <cudnn_frontend.h>
-#include <dlfcn.h>
 
 #include <bit>
 #include <utility>
@@ -144,12 +143,7 @@ void add_backward(fe::graph::Graph& graph, const SdpaShape& shape) {
 struct SdpaGraphs::Handle {
   cudnnHandle_t handle = nullptr;
 
-  Handle() {
-    // libcudnn_graph calls std::call_once without naming libstdc++ among its libraries: in a
-    // process that holds libstdc++ in local scopes only, as Python does, that is a call of null.
-    dlopen("libstdc++.so.6", RTLD_NOW | RTLD_GLOBAL | RTLD_NOLOAD);
-    cudnn_check(cudnnCreate(&handle), "cudnnCreate");
-  }
+  Handle() { cudnn_check(cudnnCreate(&handle), "cudnnCreate"); }
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle() { cudnnDestroy(handle); }

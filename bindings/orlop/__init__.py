@@ -29,6 +29,7 @@ from ._orlop import (
     PlanLine,
     PlanReport,
     Precision,
+    Ranks,
     ScheduleConfig,
     ScheduleKind,
     StateKind,
@@ -81,6 +82,7 @@ __all__ = [
     "PlanLine",
     "PlanReport",
     "Precision",
+    "Ranks",
     "ScheduleConfig",
     "ScheduleKind",
     "StateKind",
@@ -103,7 +105,10 @@ _DOORS = {
     "AdamW": ("adamw", "AdamW"),
     "GradScaler": ("grad_scaler", "GradScaler"),
     "deepspeed_compat": ("deepspeed_compat", None),
+    "gathered": ("wrapping", "gathered"),
     "hf": ("hf", None),
+    "unwrap": ("wrapping", "unwrap"),
+    "wrap": ("wrapping", "wrap"),
 }
 
 

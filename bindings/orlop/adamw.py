@@ -61,6 +61,7 @@ class AdamW(torch.optim.Optimizer):
         nonfinite="skip",
         moments="fp32",
         threads=0,
+        stream=None,
     ):
         check_choice("gradients", gradients, ("auto", "leave", "stay"))
         check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
@@ -69,6 +70,7 @@ class AdamW(torch.optim.Optimizer):
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
         self._native = _orlop.TensorOptimizer(threads)
         self._parts = [self._native]  # what outlives this object in its finalizer
+        self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
         self._links: dict[torch.device, DeviceLink] = {}
         self._hooks: dict[torch.Tensor, list] = {}
@@ -160,10 +162,23 @@ class AdamW(torch.optim.Optimizer):
             self._gradients == "auto" and (self._is_away(p) or self._module is not None)
         )
 
-    @staticmethod
-    def _is_away(p):
-        """Whether the weights lie on a device, so that gradients and weights have to be copied."""
-        return p.is_cuda
+    def _is_away(self, p):
+        """Whether the weights are not the optimizer's own memory, so that they have to be copied."""
+        return p.is_cuda or self._is_streamed(p)
+
+    def _is_streamed(self, p):
+        return self._stream is not None and self._stream.owns(p)
+
+    def _link_of(self, p):
+        """What copies gradients down and weights up; None where the optimizer works on them in place."""
+        if self._is_streamed(p):
+            return self._stream.link
+        if not self._is_away(p):
+            return None
+        if p.device not in self._links:
+            shared = self._stream.device_link if self._stream is not None else None
+            self._links[p.device] = shared or DeviceLink(p.device)
+        return self._links[p.device]
 
     def _adopt(self, params):
         """Makes room for the states of parameters that have none yet, in one piece."""
@@ -189,16 +204,16 @@ class AdamW(torch.optim.Optimizer):
             for i, (p, leave) in enumerate(zip(params, leaves, strict=True))
         ]
         first = self._native.add(specs, [None if self._is_away(p) else p.detach() for p in params])
-        for p in params:
-            if self._is_away(p) and p.device not in self._links:
-                self._links[p.device] = DeviceLink(p.device)
+        slot_links = [self._link_of(p) for p in params]
+        if self._stream is not None and self._stream.device_link is not None:
+            self._links.setdefault(self._stream.device_link.device, self._stream.device_link)
         for link in self._links.values():
             link.pin(self._native.ranges())
-        for i, p in enumerate(params):
-            link = self._links.get(p.device)
-            slot = Slot(
-                self._native, first + i, p, self._names[p], self._moments, link, leaves[i] or bool(link)
-            )
+        for i, (p, link) in enumerate(zip(params, slot_links, strict=True)):
+            held = leaves[i] or bool(link)
+            slot = Slot(self._native, first + i, p, self._names[p], self._moments, link, held)
+            if self._is_streamed(p):
+                self._stream.home_is(slot)
             self._slots[p] = slot
             if leaves[i]:
                 self._hook(p)
@@ -250,6 +265,8 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
+        if self._stream is not None:
+            self._stream.forget_holds()
         work = self._gather()
         self.step_was_skipped = self._nonfinite != "apply" and not self._check_finite(work)
         if not self.step_was_skipped and work:
@@ -399,6 +416,8 @@ class AdamW(torch.optim.Optimizer):
         self._native.synchronize()
         if self._gate is not None:
             self._gate.open_all()
+        if self._stream is not None:
+            self._stream.refresh()
 
     # --- gradients, masters ---------------------------------------------------------------------
 
@@ -459,7 +478,7 @@ class AdamW(torch.optim.Optimizer):
         laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
         self._native.write_master(slot.index, torch_support.flat(laid).numpy())
         if slot.link:
-            torch_support.flat(p).copy_(slot.host_weights)
+            slot.link.write_weights(slot)
         slot.wrote_weights()
 
     def memory_report(self):
@@ -513,6 +532,8 @@ class AdamW(torch.optim.Optimizer):
     def close(self):
         """Waits for what runs and gives the host memory back, except what a state_dict still holds."""
         self.zero_grad()
+        if self._stream is not None:
+            self._stream.leave_optimizer()
         self._finalizer()
         self.state.clear()
         self._slots.clear()

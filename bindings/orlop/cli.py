@@ -57,6 +57,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     parser, modules = _build_parser()
     args, unknown = parser.parse_known_args(argv)
     check_known_flags(unknown)
+    args.argv = list(argv)
     return modules[args.verb].run(args)
 
 

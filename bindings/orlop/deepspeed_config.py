@@ -184,12 +184,18 @@ class DeepSpeedConfig:
         self._check_one_of("torch_autocast.dtype", ("bfloat16", "float16"))
         self._check_one_of("data_types.grad_accum_dtype", (None, "fp32", "fp16", "bf16"))
         self._check_one_of("log_level", (None, "debug", "info", "warning", "error", "critical"))
-        if self[f"{_ZERO}.offload_optimizer.device"] == "nvme":
+        for section in ("offload_optimizer", "offload_param"):
+            path = f"{_ZERO}.{section}.device"
+            if self[path] == "nvme":
+                raise UsageError(
+                    f"{self.source}: {path} = 'nvme' is refused: this door keeps weights and states in host "
+                    "memory; use 'cpu', or `orlop finetune`, which uses NVMe"
+                )
+            self._check_one_of(path, ("none", "cpu"))
+        if self[f"{_ZERO}.offload_param.device"] == "cpu" and self[f"{_ZERO}.stage"] != 3:
             raise UsageError(
-                f"{self.source}: {_ZERO}.offload_optimizer.device = 'nvme' is refused: this door keeps optimizer "
-                "states in host memory; use 'cpu', or `orlop finetune`, whose states go to NVMe"
+                f"{self.source}: {_ZERO}.offload_param needs {_ZERO}.stage 3, which is {self[f'{_ZERO}.stage']}"
             )
-        self._check_one_of(f"{_ZERO}.offload_optimizer.device", ("none", "cpu"))
         if self["fp16.enabled"] and self["bf16.enabled"]:
             raise UsageError(f"{self.source}: fp16.enabled and bf16.enabled are both true; give one")
         if self["bf16.bf16_optimizer_states"] and not self["bf16.bf16_master_weights_and_grads"]:

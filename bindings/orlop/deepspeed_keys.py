@@ -116,9 +116,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.zeropp_loco_param": Key("R", None, "changes the numbers; not implemented", dict),
     "zero_optimization.mics_shard_size": Key("R", -1, "ranks are not grouped"),
     "zero_optimization.mics_hierarchical_params_gather": Key("R", False, "ranks are not grouped"),
-    "zero_optimization.offload_param.device": Key(
-        "R", "none", "this door leaves weights where they are; orlop.wrap streams them", str
-    ),
+    "zero_optimization.offload_param.device": Key("A", "none", "cpu: blocks come from host memory; nvme is refused"),
     "zero_optimization.offload_param.nvme_path": Key("B", None, "used with device nvme only", (str, list)),
     "zero_optimization.offload_param.buffer_count": Key("B", 5, _STREAM),
     "zero_optimization.offload_param.buffer_size": Key("B", 1e8, _STREAM),

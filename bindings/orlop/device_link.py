@@ -104,6 +104,14 @@ class DeviceLink:
         """What torch's current stream was given so far still reads the old weights."""
         self.up.wait_stream(torch.cuda.current_stream(self.device))
 
+    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        """(numel) in host memory."""
+        return parameter.detach().as_strided((parameter.numel(),), (1,)).cpu()
+
+    def write_weights(self, slot) -> None:
+        """Brings weights that were written in host memory."""
+        slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
+
     def upload(self, native, slot, version: int) -> None:
         """Brings the new weights once their update has run; this thread does not wait for it."""
         gate = native.written_address(slot.index)

@@ -28,12 +28,12 @@ def batch_config(config: RunConfig) -> _orlop.BatchConfig:
     )
 
 
-def total_steps(config: RunConfig, rows_per_epoch: int) -> int:
+def total_steps(config: RunConfig, rows_per_epoch: int, world_size: int = 1) -> int:
     """Optimizer steps of the run; the last one may be partly filled from the next epoch."""
     if config.steps is not None:
         return config.steps
     epochs = config.epochs if config.epochs is not None else 1.0
-    return max(1, math.ceil(epochs * rows_per_epoch / (config.micro_batch * config.accum)))
+    return max(1, math.ceil(epochs * rows_per_epoch / (config.micro_batch * config.accum * world_size)))
 
 
 def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:

@@ -21,7 +21,8 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class ForwardGate:
-    """Forward pre-hooks: the model waits for the weights outside of its blocks, a block for its own."""
+    """Forward pre-hooks: the model waits for the weights outside of its blocks, a block for its own. So does every
+    module that holds weights itself, for loops that call parts of a model."""
 
     def __init__(self, optimizer, module: torch.nn.Module):
         self._optimizer = weakref.ref(optimizer)
@@ -38,10 +39,12 @@ class ForwardGate:
         self._pending: dict[int, list] = {}
         reference = weakref.ref(self)
         self.handles = []
+        in_blocks = {m for block, _ in units[1:] for m in block.modules()}
         for unit, (part, _) in enumerate(units):
-            self.handles.append(
-                part.register_forward_pre_hook(functools.partial(_before_forward, reference, unit))
-            )
+            wait = functools.partial(_before_forward, reference, unit)
+            for m in part.modules():
+                if m is part or (m._parameters and (unit > 0 or m not in in_blocks)):
+                    self.handles.append(m.register_forward_pre_hook(wait))
             # A read or write of the whole part waits for everything. (The public name came after torch 2.4.)
             on_load = getattr(
                 part, "register_load_state_dict_pre_hook", part._register_load_state_dict_pre_hook

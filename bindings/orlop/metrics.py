@@ -48,6 +48,16 @@ class MetricsLog:
         self._file.close()
 
 
+class NoMetrics:
+    """Of the ranks but the first."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class StepRecorder:
     """Turns step results and the engine's counters into records."""
 

@@ -9,7 +9,7 @@ import torch
 from . import errors
 
 # Operations that ask about the tensor, not for its elements.
-_METADATA = {
+METADATA = {
     torch.Tensor.dim,
     torch.Tensor.numel,
     torch.Tensor.nelement,
@@ -87,7 +87,7 @@ class OffloadedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         native = _NATIVE.get(func)

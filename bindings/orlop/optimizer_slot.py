@@ -50,7 +50,7 @@ class Slot:
 
     def adopt_weights(self) -> None:
         """Takes the weights of a device as what the master is to be."""
-        weights = flat(self.param).cpu()
+        weights = self.link.read_weights(self.param)
         self.native.adopt_weights(self.index, weights.data_ptr())
         if self.loaded_rest is not None:
             self.planes[MASTER_KEY[self.dtype]].copy_(self.loaded_rest)

@@ -76,3 +76,16 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class NoProgress:
+    """Of the ranks but the first."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

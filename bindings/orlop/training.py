@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,8 +18,8 @@ from .config import RunConfig
 from .data.prepare import PreparedData, prepare
 from .engine_config import batch_config, engine_config, total_steps
 from .errors import DoesNotFitError, InvalidDataError, IoError, UsageError
-from .metrics import MetricsLog, StepRecorder, first_eval_loss
-from .progress import Progress, format_bytes
+from .metrics import MetricsLog, NoMetrics, StepRecorder, first_eval_loss
+from .progress import NoProgress, Progress, format_bytes
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
 
@@ -113,14 +113,15 @@ def micro_batches(config: RunConfig, data: PreparedData) -> list[_orlop.MicroBat
 
 
 def evaluate(engine: _orlop.Engine, batches: list[_orlop.MicroBatch], group: int) -> float:
-    """Mean loss over all labelled tokens, `group` micro-batches at a time."""
+    """Mean loss over all labelled tokens, `group` micro-batches of every rank at a time."""
     total = 0.0
     tokens = 0
-    for start in range(0, len(batches), group):
-        part = batches[start : start + group]
+    ranks = engine.world_size
+    for start in range(0, len(batches), group * ranks):
+        part = batches[start : start + group * ranks]
         if not any((batch.labels != _orlop.IGNORED_LABEL).any() for batch in part):
             continue
-        result = engine.evaluate(part)
+        result = engine.evaluate(part[engine.rank :: ranks])
         total += result.loss * result.labelled_tokens
         tokens += result.labelled_tokens
     if tokens == 0:
@@ -129,46 +130,74 @@ def evaluate(engine: _orlop.Engine, batches: list[_orlop.MicroBatch], group: int
 
 
 class FinetuneRun:
-    """One run in one folder. Made, then run() once."""
+    """One run in one folder. Made, then run() once. Of several ranks, the first prepares the data and tells
+    of the run; all see one folder."""
 
-    def __init__(self, config: RunConfig, run_dir: Path):
+    def __init__(self, config: RunConfig, run_dir: Path, ranks: _orlop.Ranks):
         self._config = config
         self._run_dir = run_dir
+        self._ranks = ranks
+        self._is_first = ranks.rank == 0
+        if self._is_first:
+            self._prepare()
+        ranks.barrier("data")
+        if not self._is_first:
+            self._prepare()
+        found = find_checkpoint(config.resume, run_dir) if self._is_first else ""
+        self._checkpoint = ranks.from_first(found)
+        self._saved_step = 0
+        if self._is_first:
+            (run_dir / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+
+    def _prepare(self) -> None:
+        config, run_dir, ranks = self._config, self._run_dir, self._ranks
         cache = run_dir / "data"
         source = (cache, config.model, config.train_on, config.chat_template)
         self._data = prepare(config.data, *source)
         eval_data = prepare(config.eval_data, *source) if config.eval_data else None
         batch = batch_config(config)
-        self._loader = _orlop.DataLoader(str(self._data.path), batch, seed=config.seed, shuffle=True)
+        self._loader = _orlop.DataLoader(
+            str(self._data.path),
+            batch,
+            seed=config.seed,
+            shuffle=True,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
         self._eval_batches = micro_batches(config, eval_data) if eval_data else []
-        self._total_steps = total_steps(config, self._loader.rows_per_epoch())
-        self._checkpoint = find_checkpoint(config.resume, run_dir)
-        self._saved_step = 0
-        (run_dir / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
+        self._total_steps = total_steps(config, self._loader.rows_per_epoch(), ranks.world_size)
+
+    def _print(self, text: str) -> None:
+        if self._is_first:
+            print(text, flush=True)
 
     def run(self) -> RunResult:
-        print(
+        ranks = self._ranks.world_size
+        self._print(
             f"data: {self._data.tokens:,} tokens in {self._data.documents:,} documents, "
-            f"{self._loader.rows_per_epoch():,} rows of {self._config.seq_len}; {self._total_steps:,} steps",
-            flush=True,
+            f"{self._loader.rows_per_epoch():,} rows of {self._config.seq_len}; {self._total_steps:,} steps"
+            + (f" on {ranks} ranks" if ranks > 1 else "")
         )
         with (
             StopRequest() as stop,
             _orlop.Engine.open(self._config.model, engine_config(self._config, self._total_steps)) as engine,
         ):
-            print(engine.plan.to_text(), flush=True)
+            self._print(engine.plan.to_text())
             if self._config.trace:
                 engine.start_trace()
             tokens = self._restore(engine) if self._checkpoint else 0
-            log = MetricsLog(self._run_dir, engine.steps_done)
-            progress = Progress(self._total_steps, self._config.log_every)
+            log = MetricsLog(self._run_dir, engine.steps_done) if self._is_first else NoMetrics()
+            progress = NoProgress()
+            if self._is_first:
+                progress = Progress(self._total_steps, self._config.log_every)
             try:
                 return self._train(engine, stop, log, progress, StepRecorder(engine, tokens))
             finally:
                 progress.close()
                 log.close()
                 if self._config.trace:
-                    engine.write_trace(str(self._run_dir / "trace.json"))
+                    name = "trace.json" if self._is_first else f"trace-{self._ranks.rank}.json"
+                    engine.write_trace(str(self._run_dir / name))
 
     def _user_state(self, tokens: int) -> str:
         position = self._loader.position()
@@ -203,10 +232,12 @@ class FinetuneRun:
                 )
         self._loader.seek(position)
         self._saved_step = engine.steps_done
-        print(f"resumed from {self._checkpoint} (step {engine.steps_done})", flush=True)
+        self._print(f"resumed from {self._checkpoint} (step {engine.steps_done})")
         return tokens
 
-    def _evaluate(self, engine: _orlop.Engine, log: MetricsLog, progress: Progress) -> float | None:
+    def _evaluate(
+        self, engine: _orlop.Engine, log: MetricsLog | NoMetrics, progress: Progress | NoProgress
+    ) -> float | None:
         if not self._eval_batches:
             return None
         loss = evaluate(engine, self._eval_batches, self._config.accum)
@@ -214,7 +245,9 @@ class FinetuneRun:
         progress.note(f"held-out loss at step {engine.steps_done}: {loss:.4f}")
         return loss
 
-    def _save(self, engine: _orlop.Engine, progress: Progress, tokens: int, background: bool = False) -> None:
+    def _save(
+        self, engine: _orlop.Engine, progress: Progress | NoProgress, tokens: int, background: bool = False
+    ) -> None:
         """Without `background` the newest step is saved when this returns."""
         if engine.steps_done == self._saved_step:
             if not background:
@@ -239,8 +272,8 @@ class FinetuneRun:
         self,
         engine: _orlop.Engine,
         stop: StopRequest,
-        log: MetricsLog,
-        progress: Progress,
+        log: MetricsLog | NoMetrics,
+        progress: Progress | NoProgress,
         recorder: StepRecorder,
     ) -> RunResult:
         config = self._config
@@ -249,20 +282,23 @@ class FinetuneRun:
         else:
             loss_before = first_eval_loss(self._run_dir)
         loss_after = loss_before
-        while engine.steps_done < self._total_steps and stop.signal is None:
+        stopped = self._is_stopped(stop)
+        while engine.steps_done < self._total_steps and not stopped:
             result = self._step(engine, progress, recorder.tokens)
             record = recorder.record(result)
             log.write(record)
             progress.step(record)
-            if stop.signal is not None:
+            stopped = self._is_stopped(stop)
+            if stopped:
                 break
             if config.save_every and result.step % config.save_every == 0:
                 self._save(engine, progress, recorder.tokens, background=config.async_save)
             if config.eval_every and result.step % config.eval_every == 0:
                 loss_after = self._evaluate(engine, log, progress)
-        if stop.signal is not None:
+        if stopped:
             self._save(engine, progress, recorder.tokens)
-            progress.note(f"{stop.signal.name}: stopped after step {engine.steps_done} with its state saved")
+            name = stop.signal.name if stop.signal is not None else "signal to another rank"
+            progress.note(f"{name}: stopped after step {engine.steps_done} with its state saved")
             return RunResult(INTERRUPTED, engine.steps_done, loss_before, None, None)
         if config.save_every:
             self._save(engine, progress, recorder.tokens)
@@ -275,7 +311,11 @@ class FinetuneRun:
         self._report_traffic(engine, progress)
         return RunResult(0, engine.steps_done, loss_before, loss_after, export_dir)
 
-    def _report_traffic(self, engine: _orlop.Engine, progress: Progress) -> None:
+    def _is_stopped(self, stop: StopRequest) -> bool:
+        """All ranks stop after the same step."""
+        return self._ranks.any(stop.signal is not None)
+
+    def _report_traffic(self, engine: _orlop.Engine, progress: Progress | NoProgress) -> None:
         stats = engine.stats()
         progress.note(
             f"uploaded {format_bytes(stats.uploaded_bytes)}, offloaded {format_bytes(stats.offloaded_bytes)}; "
@@ -290,5 +330,7 @@ class FinetuneRun:
 
 def finetune(config: RunConfig) -> RunResult:
     config.require("model", "data", "output")
-    with locked_run_dir(Path(config.output)) as run_dir:
-        return FinetuneRun(config, run_dir).run()
+    ranks = _orlop.Ranks()
+    hold = locked_run_dir if ranks.rank == 0 else nullcontext
+    with hold(Path(config.output)) as run_dir:
+        return FinetuneRun(config, run_dir, ranks).run()

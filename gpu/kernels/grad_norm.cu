@@ -128,15 +128,19 @@ __global__ void __launch_bounds__(kFoldBlock)
   *first_nonfinite = bads[0] == INT64_MAX ? -1 : bads[0];
 }
 
-// One thread: a few hundred FlatParams, summed in their order.
+// One thread: a few hundred FlatParams, each rank by rank, summed in their order.
 __global__ void finish_norm_kernel(FinishNormArgs args) {
   double sum = 0;
   StepScalars out;
   for (int64_t i = 0; i < args.params; ++i) {
-    sum = __dadd_rn(sum, args.square_sums[i]);
-    if (out.nonfinite_param < 0 && args.first_nonfinite[i] >= 0) {
-      out.nonfinite_param = i;
-      out.nonfinite_index = args.first_nonfinite[i];
+    for (int64_t rank = 0; rank < args.ranks; ++rank) {
+      const int64_t at = rank * args.rank_stride + i;
+      sum = __dadd_rn(sum, args.square_sums[at]);
+      if (out.nonfinite_param < 0 && args.first_nonfinite[at] >= 0) {
+        out.nonfinite_param = i;
+        out.nonfinite_index = args.first_nonfinite[at];
+        out.nonfinite_rank = rank;
+      }
     }
   }
   const double loss_scale = args.loss_scale;

@@ -30,7 +30,8 @@ struct ORLOP_EXPORT PlanReport {
   std::string model;
   std::string device;
   int64_t parameters = 0;
-  int64_t tokens_per_step = 0;
+  int ranks = 1;                // bytes and times are those of one of them
+  int64_t tokens_per_step = 0;  // of all ranks
   size_t device_peak_bytes = 0;
   size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;

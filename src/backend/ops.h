@@ -191,22 +191,25 @@ struct RoundGradArgs {
   DType out_dtype = DType::kF32;
 };
 
-// What the update of every shard reads; computed once per step from all square sums, in FlatParam
-// order.
+// What the update of every shard reads; computed once per step from all square sums, in the order
+// of FlatParams, those of one FlatParam in the order of ranks.
 struct StepScalars {
   double grad_norm = 0;          // of the unscaled gradient, before clipping
   float grad_scale = 1;          // clip / loss_scale: one fp32 multiply on every gradient element
   int32_t skip = 0;              // 1: a gradient is not finite, nothing is updated
   int64_t nonfinite_param = -1;  // first FlatParam with a NaN or Inf
-  int64_t nonfinite_index = -1;  // element in it
+  int64_t nonfinite_index = -1;  // element in the part of it that ...
+  int64_t nonfinite_rank = -1;   // ... this rank has: the first with a NaN or Inf
 };
 
 struct FinishNormArgs {
-  const double* square_sums = nullptr;       // (params)
-  const int64_t* first_nonfinite = nullptr;  // (params)
+  const double* square_sums = nullptr;       // (ranks, params)
+  const int64_t* first_nonfinite = nullptr;  // (ranks, params)
   int64_t params = 0;
-  float max_norm = 0;    // 0: no clipping; else clip = min(1, max_norm / (norm + 1e-6))
-  float loss_scale = 1;  // gradients are multiplied by it
+  int64_t ranks = 1;
+  int64_t rank_stride = 0;  // elements between the rows of two ranks, in both
+  float max_norm = 0;       // 0: no clipping; else clip = min(1, max_norm / (norm + 1e-6))
+  float loss_scale = 1;     // gradients are multiplied by it
   StepScalars* out = nullptr;
 };
 

@@ -43,3 +43,22 @@ function(orlop_bench name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS})
 endfunction()
+
+# mpirun refuses root unless it is told twice; the libraries that are loaded on demand lie in lib.
+set(ORLOP_MPI_TEST_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    OMP_WAIT_POLICY=passive LD_LIBRARY_PATH=${CMAKE_BINARY_DIR}/lib)
+
+# A test that mpirun starts with so many ranks, on this machine alone and however few cores it has.
+function(orlop_mpi_test name)
+  cmake_parse_arguments(arg "" "RANKS;TIMEOUT" "COMMAND;LABELS" ${ARGN})
+  list(POP_FRONT arg_COMMAND program)
+  add_test(NAME ${name}
+           COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${arg_RANKS} --oversubscribe
+                   --mca btl self,vader --mca btl_vader_single_copy_mechanism none
+                   $<TARGET_FILE:${program}> ${arg_COMMAND})
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 120)
+  endif()
+  set_tests_properties(${name} PROPERTIES LABELS "integration;${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT "${ORLOP_MPI_TEST_ENVIRONMENT}")
+endfunction()

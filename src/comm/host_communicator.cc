@@ -1,5 +1,7 @@
 #include "comm/host_communicator.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 #include "base/half.h"
 
@@ -26,53 +28,135 @@ const char* collective_name(CollectiveKind kind) {
       return "reduce_scatter";
     case CollectiveKind::kBroadcast:
       return "broadcast";
-    case CollectiveKind::kAllReduce:
-      return "all_reduce";
-    case CollectiveKind::kBarrier:
-      return "barrier";
   }
   return "?";
 }
 
-void CollectiveCall::operator()() const { communicator->execute(*this); }
+CollectiveId make_collective_id(CollectiveKind kind, DType dtype, int64_t count, int root,
+                                std::string_view what) {
+  CollectiveId id{.kind = kind, .dtype = dtype, .root = root, .count = count, .what = {}};
+  std::copy_n(what.begin(), std::min(what.size(), id.what.size() - 1), id.what.begin());
+  return id;
+}
+
+std::string describe(const CollectiveId& id) {
+  return fmt::format("{} of {} {} ({})", collective_name(id.kind), id.count, dtype_name(id.dtype),
+                     id.what.data());
+}
+
+std::string disagreement(std::span<const CollectiveId> ids) {
+  for (size_t rank = 1; rank < ids.size(); ++rank) {
+    if (ids[rank] == ids[0]) continue;
+    return fmt::format("the ranks have come apart: rank 0 calls {}, rank {} calls {}",
+                       describe(ids[0]), rank, describe(ids[rank]));
+  }
+  return "";
+}
+
+void CollectiveCall::operator()() const {
+  communicator->execute(*this, HostCommunicator::Channel::kQueue);
+}
 
 void HostCommunicator::issue(Queue& queue, CollectiveCall call) {
-  check(call.count >= 0, ErrorCode::kCommunicator, "{} of {} elements", collective_name(call.kind),
-        call.count);
+  check(call.id.count >= 0, ErrorCode::kCommunicator, "{} of {} elements",
+        collective_name(call.id.kind), call.id.count);
   call.communicator = this;
   issue_(queue, call);
 }
 
+void HostCommunicator::check_root(int root) const {
+  check(root >= 0 && root < world_size(), ErrorCode::kCommunicator,
+        "broadcast from rank {} in a run with {} ranks", root, world_size());
+}
+
 void HostCommunicator::all_gather(Queue& queue, const void* send, void* recv, int64_t count,
-                                  DType dtype) {
-  issue(queue, {.kind = CollectiveKind::kAllGather,
-                .dtype = dtype,
-                .count = count,
-                .send = send,
-                .recv = recv});
+                                  DType dtype, std::string_view what) {
+  issue(queue, {make_collective_id(CollectiveKind::kAllGather, dtype, count, 0, what), send, recv});
 }
 
 void HostCommunicator::reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count,
-                                      DType dtype) {
+                                      DType dtype, std::string_view what) {
   check(is_summable(dtype), ErrorCode::kCommunicator,
         "reduce_scatter of {} values; only floating-point types are summed", dtype_name(dtype));
-  issue(queue, {.kind = CollectiveKind::kReduceScatter,
-                .dtype = dtype,
-                .count = count,
-                .send = send,
-                .recv = recv});
+  issue(queue,
+        {make_collective_id(CollectiveKind::kReduceScatter, dtype, count, 0, what), send, recv});
 }
 
-void HostCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root) {
-  check(root >= 0 && root < world_size(), ErrorCode::kCommunicator,
-        "broadcast from rank {} in a run with {} ranks", root, world_size());
-  issue(queue, {.kind = CollectiveKind::kBroadcast,
-                .dtype = dtype,
-                .root = root,
-                .count = count,
-                .send = buffer,
-                .recv = buffer});
+void HostCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
+                                 std::string_view what) {
+  check_root(root);
+  issue(queue,
+        {make_collective_id(CollectiveKind::kBroadcast, dtype, count, root, what), buffer, buffer});
 }
+
+void HostCommunicator::gather_on(Channel channel, std::span<const std::byte> send,
+                                 std::span<std::byte> recv, std::string_view what) {
+  ORLOP_INVARIANT(recv.size() == send.size() * static_cast<size_t>(world_size()));
+  const int64_t count = static_cast<int64_t>(send.size());
+  execute({make_collective_id(CollectiveKind::kAllGather, DType::kU8, count, 0, what), send.data(),
+           recv.data(), this},
+          channel);
+}
+
+void HostCommunicator::broadcast_on(Channel channel, std::span<std::byte> values, int root,
+                                    std::string_view what) {
+  check_root(root);
+  const int64_t count = static_cast<int64_t>(values.size());
+  execute({make_collective_id(CollectiveKind::kBroadcast, DType::kU8, count, root, what),
+           values.data(), values.data(), this},
+          channel);
+}
+
+void HostCommunicator::all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
+                                         std::string_view what) {
+  gather_on(Channel::kHost, send, recv, what);
+}
+
+void HostCommunicator::broadcast_values(std::span<std::byte> values, int root,
+                                        std::string_view what) {
+  broadcast_on(Channel::kHost, values, root, what);
+}
+
+// The ranks as the second thread has them.
+class HostCommunicator::Beside final : public Communicator {
+ public:
+  explicit Beside(HostCommunicator& ranks) : ranks_(ranks) {}
+
+  int rank() const override { return ranks_.rank(); }
+  int world_size() const override { return ranks_.world_size(); }
+  void all_gather(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
+    refuse(what);
+  }
+  void reduce_scatter(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
+    refuse(what);
+  }
+  void broadcast(Queue&, void*, int64_t, DType, int, std::string_view what) override {
+    refuse(what);
+  }
+  void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
+                         std::string_view what) override {
+    ranks_.gather_on(Channel::kBeside, send, recv, what);
+  }
+  void broadcast_values(std::span<std::byte> values, int root, std::string_view what) override {
+    ranks_.broadcast_on(Channel::kBeside, values, root, what);
+  }
+  Communicator& beside() override { return *this; }
+  void abort(const std::string& reason) noexcept override { ranks_.abort(reason); }
+  std::string failure() const override { return ranks_.failure(); }
+
+ private:
+  [[noreturn]] static void refuse(std::string_view what) {
+    fail(ErrorCode::kInternal, "a collective of a queue ({}) beside the thread that issues", what);
+  }
+
+  HostCommunicator& ranks_;
+};
+
+HostCommunicator::HostCommunicator(Issue issue)
+    : issue_(issue), beside_(std::make_unique<Beside>(*this)) {}
+HostCommunicator::~HostCommunicator() = default;
+
+Communicator& HostCommunicator::beside() { return *beside_; }
 
 bool is_summable(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kBF16 ||

@@ -17,12 +17,18 @@ class SingleCommunicator final : public Communicator {
 
   int rank() const override { return 0; }
   int world_size() const override { return 1; }
-  void all_gather(Queue& queue, const void* send, void* recv, int64_t count, DType dtype) override;
-  void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count,
-                      DType dtype) override;
-  void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root) override;
-  void all_reduce_sum(std::span<double>) override {}
-  void barrier() override {}
+  void all_gather(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                  std::string_view what) override;
+  void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                      std::string_view what) override;
+  void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
+                 std::string_view what) override;
+  void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
+                         std::string_view what) override;
+  void broadcast_values(std::span<std::byte> values, int root, std::string_view what) override;
+  Communicator& beside() override { return *this; }
+  void abort(const std::string&) noexcept override {}
+  std::string failure() const override { return ""; }
 
  private:
   Copy copy_;

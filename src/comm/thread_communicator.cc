@@ -1,5 +1,6 @@
 #include "comm/thread_communicator.h"
 
+#include <array>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -19,14 +20,20 @@ namespace {
 class Meeting {
  public:
   explicit Meeting(int world_size)
-      : world_size_(world_size), calls_(static_cast<size_t>(world_size)) {}
+      : world_size_(world_size),
+        calls_(static_cast<size_t>(world_size)),
+        ids_(static_cast<size_t>(world_size)) {}
 
   // Shows `call` to the other ranks and waits for theirs. They may be read, and what they point to,
   // until leave().
   void enter(int rank, const CollectiveCall& call) {
     std::unique_lock lock(mutex_);
     calls_[static_cast<size_t>(rank)] = call;
-    if (arrived_ + 1 == world_size_) check_agreement();
+    ids_[static_cast<size_t>(rank)] = call.id;
+    if (arrived_ + 1 == world_size_ && error_.empty()) {
+      error_ = disagreement(ids_);
+      if (!error_.empty()) changed_.notify_all();
+    }
     arrive(lock);
   }
   void leave() {
@@ -35,6 +42,11 @@ class Meeting {
   }
 
   const CollectiveCall& call(int rank) const { return calls_[static_cast<size_t>(rank)]; }
+
+  std::string error() const {
+    std::lock_guard lock(mutex_);
+    return error_;
+  }
 
   void abort(const std::string& reason) {
     std::lock_guard lock(mutex_);
@@ -55,55 +67,36 @@ class Meeting {
     if (meeting == meeting_) fail(ErrorCode::kCommunicator, "{}", error_);
   }
 
-  void check_agreement() {
-    for (int r = 1; r < world_size_ && error_.empty(); ++r) {
-      const CollectiveCall& first = call(0);
-      const CollectiveCall& other = call(r);
-      if (first.kind == other.kind && first.count == other.count && first.dtype == other.dtype &&
-          first.root == other.root) {
-        continue;
-      }
-      error_ =
-          fmt::format("rank 0 calls {}, rank {} calls {}", describe(first), r, describe(other));
-      changed_.notify_all();
-    }
-  }
-
-  static std::string describe(const CollectiveCall& call) {
-    return fmt::format("{} of {} {} (root {})", collective_name(call.kind), call.count,
-                       dtype_name(call.dtype), call.root);
-  }
-
   const int world_size_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<CollectiveCall> calls_;
+  std::vector<CollectiveId> ids_;
   int arrived_ = 0;
   uint64_t meeting_ = 0;
   std::string error_;
 };
 
-// The part of `buffer` that belongs to `rank` when every rank has `count` elements.
-const void* row(const void* buffer, int rank, const CollectiveCall& call) {
-  const size_t bytes = static_cast<size_t>(call.count) * dtype_bytes(call.dtype);
-  return static_cast<const std::byte*>(buffer) + static_cast<size_t>(rank) * bytes;
-}
-
-void copy_row(void* to, const void* from, const CollectiveCall& call) {
-  if (to == from || call.count == 0) return;
-  std::memcpy(to, from, static_cast<size_t>(call.count) * dtype_bytes(call.dtype));
+void copy_row(void* to, const void* from, const CollectiveId& id) {
+  if (to == from || id.count == 0) return;
+  std::memcpy(to, from, static_cast<size_t>(id.count) * dtype_bytes(id.dtype));
 }
 
 }  // namespace
 
 class ThreadGroup {
  public:
-  explicit ThreadGroup(int ranks) : world_size(ranks), queued(ranks), host(ranks) {}
+  explicit ThreadGroup(int ranks) : world_size(ranks) {
+    for (auto& meeting : meetings) meeting = std::make_unique<Meeting>(ranks);
+  }
+
+  Meeting& meeting(HostCommunicator::Channel channel) {
+    return *meetings[static_cast<size_t>(channel)];
+  }
 
   const int world_size;
-  // Apart, because a rank may be in one of each at the same time.
-  Meeting queued;
-  Meeting host;
+  // One per channel, because a rank may be in one of each at the same time.
+  std::array<std::unique_ptr<Meeting>, HostCommunicator::kChannels> meetings;
 };
 
 std::shared_ptr<ThreadGroup> make_thread_group(int world_size) {
@@ -112,8 +105,7 @@ std::shared_ptr<ThreadGroup> make_thread_group(int world_size) {
 }
 
 void abort_group(ThreadGroup& group, const std::string& reason) {
-  group.queued.abort(reason);
-  group.host.abort(reason);
+  for (auto& meeting : group.meetings) meeting->abort(reason);
 }
 
 ThreadCommunicator::ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank, Issue issue)
@@ -125,51 +117,39 @@ ThreadCommunicator::~ThreadCommunicator() = default;
 
 int ThreadCommunicator::world_size() const { return group_->world_size; }
 
-void ThreadCommunicator::execute(const CollectiveCall& call) {
-  Meeting& meeting = group_->queued;
+void ThreadCommunicator::execute(const CollectiveCall& call, Channel channel) {
+  Meeting& meeting = group_->meeting(channel);
   meeting.enter(rank_, call);
-  switch (call.kind) {
+  switch (call.id.kind) {
     case CollectiveKind::kAllGather:
       for (int r = 0; r < group_->world_size; ++r) {
-        copy_row(const_cast<void*>(row(call.recv, r, call)), meeting.call(r).send, call);
+        copy_row(row_of(call.recv, r, call.id), meeting.call(r).send, call.id);
       }
       break;
     case CollectiveKind::kReduceScatter: {
       std::vector<const void*> rows;
       for (int r = 0; r < group_->world_size; ++r) {
-        rows.push_back(row(meeting.call(r).send, rank_, call));
+        rows.push_back(row_of(meeting.call(r).send, rank_, call.id));
       }
-      sum_in_order(rows, call.recv, call.count, call.dtype);
+      sum_in_order(rows, call.recv, call.id.count, call.id.dtype);
       break;
     }
     case CollectiveKind::kBroadcast:
-      copy_row(call.recv, meeting.call(call.root).send, call);
+      copy_row(call.recv, meeting.call(call.id.root).send, call.id);
       break;
-    case CollectiveKind::kAllReduce:
-    case CollectiveKind::kBarrier:
-      fail(ErrorCode::kInternal, "{} is not a collective of a queue", collective_name(call.kind));
   }
   meeting.leave();
 }
 
-void ThreadCommunicator::all_reduce_sum(std::span<double> values) {
-  CollectiveCall call;
-  call.kind = CollectiveKind::kAllReduce;
-  call.dtype = DType::kF64;
-  call.count = static_cast<int64_t>(values.size());
-  call.send = values.data();
-  group_->host.enter(rank_, call);
-  std::vector<const void*> rows;
-  for (int r = 0; r < group_->world_size; ++r) rows.push_back(group_->host.call(r).send);
-  std::vector<double> sums(values.size());
-  sum_in_order(rows, sums.data(), call.count, call.dtype);
-  group_->host.leave();  // only now has every rank read these values
-  std::copy(sums.begin(), sums.end(), values.begin());
+void ThreadCommunicator::abort(const std::string& reason) noexcept {
+  abort_group(*group_, fmt::format("rank {} has failed: {}", rank_, reason));
 }
 
-void ThreadCommunicator::barrier() {
-  group_->host.enter(rank_, CollectiveCall{});
-  group_->host.leave();
+std::string ThreadCommunicator::failure() const {
+  for (const auto& meeting : group_->meetings) {
+    if (std::string error = meeting->error(); !error.empty()) return error;
+  }
+  return "";
 }
 
 void run_ranks(int world_size, HostCommunicator::Issue issue,

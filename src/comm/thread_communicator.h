@@ -18,9 +18,9 @@ class ThreadCommunicator final : public HostCommunicator {
 
   int rank() const override { return rank_; }
   int world_size() const override;
-  void execute(const CollectiveCall& call) override;
-  void all_reduce_sum(std::span<double> values) override;
-  void barrier() override;
+  void execute(const CollectiveCall& call, Channel channel) override;
+  void abort(const std::string& reason) noexcept override;
+  std::string failure() const override;
 
  private:
   std::shared_ptr<ThreadGroup> group_;

@@ -1,23 +1,17 @@
 #include "engine/backend_factory.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
 #include <string>
 
 #include "base/check.h"
-#include "base/log.h"
+#include "base/shared_library.h"
 #include "gpu/cuda_backend_api.h"
 #include "host/host_backend.h"
 #include "memory/available_memory.h"
-#include "orlop/version.h"
 
 namespace orlop {
 namespace {
-
-namespace fs = std::filesystem;
 
 // Of the memory that is free now, what the host plays "device" with when no budget is given.
 constexpr double kHostDeviceShare = 0.4;
@@ -26,9 +20,9 @@ constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
 
 constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 
-BackendChoice make_host(const EngineConfig& config, int threads, Tracer* tracer) {
-  const size_t budget = config.limits.device_bytes.value_or(
-      static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostDeviceShare));
+BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads, Tracer* tracer) {
+  const size_t budget = config.limits.device_bytes.value_or(static_cast<size_t>(
+      static_cast<double>(available_host_bytes()) * kHostDeviceShare / local_ranks));
   HostBackendOptions options;
   options.device_bytes = budget;
   options.threads = threads;
@@ -41,32 +35,18 @@ BackendChoice make_host(const EngineConfig& config, int threads, Tracer* tracer)
 struct CudaLibrary {
   OrlopMakeCudaBackend make = nullptr;
   OrlopCudaDeviceCount device_count = nullptr;
+  OrlopMakeNcclCommunicator make_ranks = nullptr;
   std::string error;  // why it is not there
 };
 
-fs::path own_folder() {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<const void*>(&version), &info) == 0 || info.dli_fname == nullptr)
-    return {};
-  return fs::path(info.dli_fname).parent_path();
-}
-
 CudaLibrary load_cuda() {
-  CudaLibrary library;
-  const fs::path beside = own_folder() / kCudaLibrary;
-  void* handle = dlopen(beside.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) handle = dlopen(kCudaLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    library.error = dlerror();
-    return library;
-  }
-  library.make = reinterpret_cast<OrlopMakeCudaBackend>(dlsym(handle, "orlop_make_cuda_backend"));
-  library.device_count =
-      reinterpret_cast<OrlopCudaDeviceCount>(dlsym(handle, "orlop_cuda_device_count"));
-  if (library.make == nullptr || library.device_count == nullptr) {
-    library.error = fmt::format("{} is of another version of Orlop", beside.string());
-  }
-  return library;
+  SharedLibrary library(kCudaLibrary);
+  CudaLibrary cuda;
+  cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
+  cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");
+  cuda.make_ranks = library.find<OrlopMakeNcclCommunicator>("orlop_make_nccl_communicator");
+  cuda.error = library.error();
+  return cuda;
 }
 
 const CudaLibrary& cuda_library() {
@@ -106,17 +86,29 @@ int device_index(const std::string& name) {
 
 }  // namespace
 
-BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer) {
-  if (config.device == "host") return make_host(config, threads, tracer);
+BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
+                           Tracer* tracer) {
+  if (config.device == "host") return make_host(config, local_ranks, threads, tracer);
   if (config.device == "auto") {
-    const CudaLibrary& library = cuda_library();
-    if (!library.error.empty() || library.device_count() == 0)
-      return make_host(config, threads, tracer);
+    if (usable_gpus() == 0) return make_host(config, local_ranks, threads, tracer);
     return make_cuda(config, 0, tracer);
   }
   check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,
         "device '{}' is not known; use auto, host, cuda or cuda:N", config.device);
   return make_cuda(config, device_index(config.device), tracer);
+}
+
+int usable_gpus() {
+  const CudaLibrary& library = cuda_library();
+  return library.error.empty() ? library.device_count() : 0;
+}
+
+std::shared_ptr<Communicator> make_gpu_communicator(int device_index,
+                                                    std::shared_ptr<Communicator> host) {
+  NcclOptions options;
+  options.device_index = device_index;
+  options.host = host.get();
+  return {cuda_library().make_ranks(&options), [host](Communicator* ranks) { delete ranks; }};
 }
 
 }  // namespace orlop

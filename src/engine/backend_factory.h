@@ -4,6 +4,7 @@
 
 #include "backend/backend.h"
 #include "base/trace.h"
+#include "comm/communicator.h"
 #include "orlop/config.h"
 
 namespace orlop {
@@ -15,8 +16,16 @@ struct BackendChoice {
 };
 
 // The backend that config.device names: "host", "cuda", "cuda:N", or "auto": the first GPU if there
-// is one that works, else the host. Throws Error(kUsage) for any other name, Error(kDevice) when a
-// GPU was asked for and cannot be used, with the reason.
-BackendChoice make_backend(const EngineConfig& config, int threads, Tracer* tracer);
+// is one that works, else the host. `local_ranks` share the host's memory. Throws Error(kUsage) for
+// any other name, Error(kDevice) when a GPU was asked for and cannot be used, with the reason.
+BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
+                           Tracer* tracer);
+
+// GPUs that a backend can be made for; 0 where the CUDA part of Orlop cannot be loaded.
+int usable_gpus();
+
+// The ranks of `host` with one GPU each; all make theirs together. Throws Error(kCommunicator).
+std::shared_ptr<Communicator> make_gpu_communicator(int device_index,
+                                                    std::shared_ptr<Communicator> host);
 
 }  // namespace orlop

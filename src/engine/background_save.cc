@@ -23,7 +23,8 @@ std::filesystem::path BackgroundSave::start(SaveRequest request) {
   wait();
   ++number_;
   over_ = false;
-  const std::filesystem::path folder = checkpoint_folder(request.root, request.training.steps);
+  const std::filesystem::path folder =
+      checkpoint_folder(request.place.root, request.training.steps);
   thread_ = start_thread("save", [this, request = std::move(request)] {
     try {
       run(request);
@@ -75,7 +76,7 @@ void BackgroundSave::run(const SaveRequest& request) {
   order.params.insert(order.params.end(), updates.begin(), copied_end);
   order.before = [&](int param) { await_update(param, request.version); };
   order.after = [this](int param) { release(param); };
-  save_training(request.root, request.keep, parts_.layout, parts_.states, request.training, order);
+  save_training(request.place, parts_.layout, parts_.states, request.training, order, parts_.ranks);
   if (parts_.tracer != nullptr && parts_.tracer->enabled()) {
     parts_.tracer->add(parts_.tracer->lane("save"), fmt::format("step {}", request.training.steps),
                        begin, Tracer::Clock::now());

@@ -17,6 +17,7 @@ namespace orlop {
 // What saves work on.
 struct BackgroundSaveParts {
   const ModelLayout& layout;
+  Communicator& ranks;                 // for the saving thread alone
   StateStore states;                   // for the saving thread alone
   std::vector<int> update_order = {};  // FlatParams as steps update them
   size_t copied = 0;                   // so many of the first of them fit into the snapshot
@@ -28,8 +29,7 @@ struct BackgroundSaveParts {
 
 // What one save writes, and where.
 struct SaveRequest {
-  std::filesystem::path root;
-  size_t keep = 1;
+  CheckpointPlace place;
   TrainingState training;
   uint32_t version = 0;  // of the states: host updates that still run are waited for
 };

@@ -1,100 +1,17 @@
 #include "engine/checkpoint.h"
 
 #include <algorithm>
-#include <array>
-#include <numeric>
-#include <utility>
+#include <optional>
 
 #include "base/check.h"
-#include "base/half.h"
+#include "engine/ranks.h"
+#include "engine/state_files.h"
 #include "formats/manifest.h"
-#include "formats/safetensors.h"
-#include "formats/safetensors_writer.h"
 
 namespace orlop {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kStatesFile = "optim/rank-0.safetensors";
-constexpr int64_t kPieceElements = int64_t{1} << 18;
-constexpr std::array<std::pair<Plane, const char*>, 3> kPlanes = {
-    {{Plane::kMaster, ".master"}, {Plane::kExpAvg, ".exp_avg"}, {Plane::kExpAvgSq, ".exp_avg_sq"}}};
-
-DType stored_dtype(Plane plane, DType moment_dtype) {
-  return plane == Plane::kMaster ? DType::kF32 : moment_dtype;
-}
-
-// In the order in which `params` are written, which lets the file's hash run along.
-std::vector<TensorSpec> state_specs(const ModelLayout& layout, const StateStore& states,
-                                    const std::vector<int>& params) {
-  std::vector<TensorSpec> specs;
-  for (const int param : params) {
-    const DType moments = states.planes(param).moment_dtype;
-    for (const Segment& segment : layout.flat_params[static_cast<size_t>(param)].segments) {
-      for (const auto& [plane, suffix] : kPlanes) {
-        specs.push_back({segment.name + suffix, stored_dtype(plane, moments), segment.shape});
-      }
-    }
-  }
-  return specs;
-}
-
-// Calls `use(plane, suffix, first element, values)` for every piece of every plane of one tensor:
-// plane after plane, as they lie in the file, or, where states come from a drive chunk by chunk,
-// all planes of a piece together, so that each chunk comes once.
-template <typename Use>
-void for_pieces(const StateStore& states, int param, const Segment& segment, const Use& use) {
-  std::vector<float> values;
-  const auto piece_numel = [&](int64_t first) {
-    const int64_t left = std::min(kPieceElements, segment.numel - first);
-    return std::min(left, states.numel_at_once(param, segment.offset + first));
-  };
-  const auto piece = [&](const std::pair<Plane, const char*>& plane, int64_t first, int64_t numel) {
-    values.resize(static_cast<size_t>(numel));
-    use(plane.first, plane.second, first, std::span<float>(values));
-  };
-  if (states.tier(param) == Tier::kNvme) {
-    for (int64_t first = 0, numel = 0; first < segment.numel; first += numel) {
-      numel = piece_numel(first);
-      for (const auto& plane : kPlanes) piece(plane, first, numel);
-    }
-    return;
-  }
-  for (const auto& plane : kPlanes) {
-    for (int64_t first = 0, numel = 0; first < segment.numel; first += numel) {
-      numel = piece_numel(first);
-      piece(plane, first, numel);
-    }
-  }
-}
-
-void write_states(SafetensorsWriter& writer, const ModelLayout& layout, StateStore& states,
-                  const SaveOrder& order) {
-  std::vector<uint16_t> halves;
-  for (const int index : order.params) {
-    order.before(index);
-    const auto write = [&](const Segment& segment, Plane plane, const char* suffix, int64_t first,
-                           std::span<float> values) {
-      const DType dtype = stored_dtype(plane, states.planes(index).moment_dtype);
-      states.read(index, plane, segment.offset + first, values);
-      std::span<const std::byte> bytes = std::as_bytes(values);
-      if (dtype == DType::kBF16) {
-        halves.resize(values.size());
-        std::transform(values.begin(), values.end(), halves.begin(), float_to_bf16);
-        bytes = std::as_bytes(std::span(halves));
-      }
-      writer.write(segment.name + suffix, static_cast<size_t>(first) * dtype_bytes(dtype), bytes);
-    };
-    for (const Segment& segment : layout.flat_params[static_cast<size_t>(index)].segments) {
-      for_pieces(states, index, segment,
-                 [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
-                   write(segment, plane, suffix, first, values);
-                 });
-    }
-    order.after(index);
-  }
-}
 
 nlohmann::json to_json(const TrainingState& training) {
   const GradScalerState& scaler = training.scaler;
@@ -105,6 +22,7 @@ nlohmann::json to_json(const TrainingState& training) {
             {"finite_steps", scaler.finite_steps},
             {"failures", scaler.failures},
             {"skipped_steps", scaler.skipped_steps}}},
+          {"optimizer", training.decoupled.value_or(true) ? "adamw" : "adam"},
           {"user_state", training.user_state}};
 }
 
@@ -119,6 +37,7 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
     scaler.at("failures").get_to(training.scaler.failures);
     scaler.at("skipped_steps").get_to(training.scaler.skipped_steps);
     state.at("user_state").get_to(training.user_state);
+    if (state.contains("optimizer")) training.decoupled = state["optimizer"] == "adamw";
     return training;
   } catch (const nlohmann::json::exception& error) {
     fail(ErrorCode::kInvalidData, "'{}': the training state is damaged: {}",
@@ -126,80 +45,70 @@ TrainingState from_json(const nlohmann::json& state, const fs::path& folder) {
   }
 }
 
-void check_names(const SafetensorsReader& reader, const std::vector<TensorSpec>& specs,
-                 const fs::path& file) {
-  for (const TensorSpec& spec : specs) {
-    const TensorInfo& tensor = reader.at(spec.name);
-    check(tensor.shape == spec.shape, ErrorCode::kInvalidData,
-          "'{}': '{}' has shape [{}], the model asks for [{}]", file.string(), spec.name,
-          fmt::join(tensor.shape, ", "), fmt::join(spec.shape, ", "));
-    check(tensor.dtype == DType::kF32 || tensor.dtype == DType::kBF16, ErrorCode::kInvalidData,
-          "'{}': '{}' is {}; states are F32 or BF16", file.string(), spec.name,
-          dtype_name(tensor.dtype));
+// What every rank has written, in the order of the ranks.
+std::vector<ManifestFile> gather_files(Communicator& ranks, const ManifestFile& own) {
+  struct Entry {
+    size_t bytes;
+    uint64_t xxh3;
+  };
+  const Entry entry{own.bytes, own.xxh3};
+  std::vector<Entry> entries(static_cast<size_t>(ranks.world_size()));
+  ranks.all_gather_values(std::as_bytes(std::span(&entry, 1)),
+                          std::as_writable_bytes(std::span(entries)), "checkpoint files");
+  std::vector<ManifestFile> files;
+  for (size_t rank = 0; rank < entries.size(); ++rank) {
+    files.push_back(
+        {state_file_name(static_cast<int>(rank)), entries[rank].bytes, entries[rank].xxh3});
   }
-  check(reader.tensors().size() == specs.size(), ErrorCode::kInvalidData,
-        "'{}' holds {} tensors, the model has {} states: it belongs to another model",
-        file.string(), reader.tensors().size(), specs.size());
-}
-
-void read_states(const SafetensorsReader& reader, const ModelLayout& layout, StateStore& states) {
-  std::vector<uint16_t> halves;
-  for (size_t param = 0; param < layout.flat_params.size(); ++param) {
-    const int index = static_cast<int>(param);
-    const auto read = [&](const Segment& segment, Plane plane, const char* suffix, int64_t first,
-                          std::span<float> values) {
-      const TensorInfo& tensor = reader.at(segment.name + suffix);
-      const size_t offset = static_cast<size_t>(first) * dtype_bytes(tensor.dtype);
-      if (tensor.dtype == DType::kBF16) {
-        halves.resize(values.size());
-        reader.read(tensor, offset, std::as_writable_bytes(std::span(halves)));
-        std::transform(halves.begin(), halves.end(), values.begin(), bf16_to_float);
-      } else {
-        reader.read(tensor, offset, std::as_writable_bytes(values));
-      }
-      states.write(index, plane, segment.offset + first, values);
-    };
-    for (const Segment& segment : layout.flat_params[param].segments) {
-      for_pieces(states, index, segment,
-                 [&](Plane plane, const char* suffix, int64_t first, std::span<float> values) {
-                   read(segment, plane, suffix, first, values);
-                 });
-    }
-  }
-  states.flush();
+  return files;
 }
 
 }  // namespace
 
-fs::path save_training(const fs::path& root, size_t keep, const ModelLayout& layout,
-                       StateStore& states, const TrainingState& training, const SaveOrder& order) {
-  remove_leftovers(root);
-  const fs::path folder = begin_checkpoint(root, training.steps);
-  std::error_code error;
-  fs::create_directories((folder / kStatesFile).parent_path(), error);
-  check(!error, ErrorCode::kIo, "checkpoint: cannot make '{}': {}",
-        (folder / kStatesFile).parent_path().string(), error.message());
-  SafetensorsWriter writer(folder / kStatesFile, state_specs(layout, states, order.params));
-  write_states(writer, layout, states, order);
-  const WrittenFile written = writer.finish();
+fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, StateStore& states,
+                       const TrainingState& training, const SaveOrder& order, Communicator& ranks) {
+  const fs::path unfinished = unfinished_checkpoint(place.root, training.steps);
+  on_all_ranks(ranks, "checkpoint, begin", [&] {
+    if (ranks.rank() != 0) return;
+    remove_leftovers(place.root);
+    begin_checkpoint(place.root, training.steps);
+    make_state_folder(unfinished);
+  });
+  ManifestFile own;
+  on_all_ranks(ranks, "checkpoint, states",
+               [&] { own = write_state_file(unfinished, ranks.rank(), layout, states, order); });
   Manifest manifest;
   manifest.step = training.steps;
   manifest.state = to_json(training);
-  manifest.files.push_back({kStatesFile, written.bytes, written.xxh3});
-  const fs::path complete = commit_checkpoint(root, manifest);
-  prune_checkpoints(root, keep);
-  return complete;
+  manifest.files = gather_files(ranks, own);
+  on_all_ranks(ranks, "checkpoint, manifest", [&] {
+    if (ranks.rank() != 0) return;
+    commit_checkpoint(place.root, manifest);
+    prune_checkpoints(place.root, place.keep);
+  });
+  return checkpoint_folder(place.root, training.steps);
 }
 
-TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states) {
-  const Manifest manifest = read_checkpoint(folder, VerifyHashes::kYes);
-  const TrainingState training = from_json(manifest.state, folder);
-  const fs::path file = folder / kStatesFile;
-  const SafetensorsReader reader(file);
-  std::vector<int> params(layout.flat_params.size());
-  std::iota(params.begin(), params.end(), 0);
-  check_names(reader, state_specs(layout, states, params), file);
-  read_states(reader, layout, states);
+TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
+                            Communicator& ranks, bool decoupled) {
+  TrainingState training;
+  std::optional<StateFiles> files;
+  on_all_ranks(ranks, "checkpoint, check", [&] {
+    const Manifest manifest = read_checkpoint(folder, VerifyHashes::kNo);
+    for (size_t i = 0; i < manifest.files.size(); ++i) {  // the ranks share the work
+      if (i % static_cast<size_t>(ranks.world_size()) != static_cast<size_t>(ranks.rank()))
+        continue;
+      verify_hash(folder, manifest.files[i]);
+    }
+    training = from_json(manifest.state, folder);
+    check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
+          "'{}' was written by {}, this run uses {}: their moments are not the same; set "
+          "optimizer.decoupled (--optim) to the one that wrote it",
+          folder.string(), decoupled ? "Adam with L2" : "AdamW",
+          decoupled ? "AdamW" : "Adam with L2");
+    files.emplace(folder, manifest, layout);
+  });
+  files->read(layout, states);
   return training;
 }
 

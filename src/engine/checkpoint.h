@@ -1,11 +1,11 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
+#include <optional>
 #include <string>
-#include <vector>
 
-#include "engine/state_store.h"
+#include "comm/communicator.h"
+#include "engine/state_files.h"
 #include "model/param_layout.h"
 #include "optim/grad_scaler.h"
 
@@ -15,27 +15,27 @@ namespace orlop {
 struct TrainingState {
   int64_t steps = 0;  // updates applied
   GradScalerState scaler;
-  std::string user_state;  // the caller's own, e.g. the position in the data
+  std::optional<bool> decoupled;  // AdamW, or Adam with L2; checkpoints of old do not tell
+  std::string user_state;         // the caller's own, e.g. the position in the data
 };
 
-// How a save goes through the states.
-struct SaveOrder {
-  std::vector<int> params;                // every FlatParam once
-  std::function<void(int param)> before;  // called before the first read of a FlatParam
-  std::function<void(int param)> after;   // and when all of it is written
+// Where the checkpoints of a run go.
+struct CheckpointPlace {
+  std::filesystem::path root;  // one folder that all ranks see
+  size_t keep = 1;             // so many of the newest are kept
 };
 
-// Writes root/step-N/optim/rank-0.safetensors with `<tensor>.master` (fp32), `.exp_avg` and
-// `.exp_avg_sq` of every tensor, in the tensor's shape, then the manifest; keeps the newest `keep`
-// checkpoints. Nothing that exists is touched before the new folder is complete. Returns the
-// folder.
-std::filesystem::path save_training(const std::filesystem::path& root, size_t keep,
-                                    const ModelLayout& layout, StateStore& states,
-                                    const TrainingState& training, const SaveOrder& order);
+// Writes root/step-N/ with one file of states per rank (state_files.h), each by its rank, then the
+// manifest. Nothing that exists is touched before the new folder is complete. All ranks call it.
+// Returns the folder.
+std::filesystem::path save_training(const CheckpointPlace& place, const ModelLayout& layout,
+                                    StateStore& states, const TrainingState& training,
+                                    const SaveOrder& order, Communicator& ranks);
 
-// Reads such a folder. Sizes, hashes, names and shapes are checked before the first state changes;
-// a missing and an unknown tensor are errors.
+// Reads this rank's part of such a folder, however many ranks have written it. Sizes, hashes, names
+// and shapes are checked before the first state changes; a missing and an unknown tensor are
+// errors, and so is a checkpoint of the other flavour of Adam than `decoupled` names.
 TrainingState load_training(const std::filesystem::path& folder, const ModelLayout& layout,
-                            StateStore& states);
+                            StateStore& states, Communicator& ranks, bool decoupled);
 
 }  // namespace orlop

@@ -37,8 +37,11 @@ constexpr int32_t kPaddingToken = 0;
 
 class DataLoader::Impl {
  public:
-  Impl(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle)
-      : file_(token_file), batch_(batch), seed_(seed), shuffle_(shuffle) {
+  Impl(const std::string& token_file, const BatchConfig& batch, uint64_t seed, bool shuffle,
+       const DataShare& share)
+      : file_(token_file), batch_(batch), seed_(seed), shuffle_(shuffle), share_(share) {
+    check(share.rank >= 0 && share.rank < share.world_size, ErrorCode::kUsage,
+          "data loader: rank {} of {}", share.rank, share.world_size);
     check(batch.micro_batch_size >= 1 && batch.sequence_length >= 1, ErrorCode::kUsage,
           "data loader: micro-batches of {} x {} tokens", batch.micro_batch_size,
           batch.sequence_length);
@@ -61,15 +64,24 @@ class DataLoader::Impl {
   MicroBatch next() {
     MicroBatch batch;
     batch.cu_seqlens.push_back(0);
+    skip_rows(share_.rank * batch_.micro_batch_size);
     for (int64_t i = 0; i < batch_.micro_batch_size; ++i) {
       if (position_.row == rows_per_epoch()) start_epoch(position_.epoch + 1);
       append_row(batch, position_.row);
       ++position_.row;
     }
+    skip_rows((share_.world_size - 1 - share_.rank) * batch_.micro_batch_size);
     return batch;
   }
 
  private:
+  void skip_rows(int64_t rows) {
+    for (; rows > rows_per_epoch() - position_.row; start_epoch(position_.epoch + 1)) {
+      rows -= rows_per_epoch() - position_.row;
+    }
+    position_.row += rows;
+  }
+
   // Lays the documents of an epoch end to end in its order.
   void start_epoch(int64_t epoch) {
     const std::span<const int64_t> begins = file_.document_begins();
@@ -133,6 +145,7 @@ class DataLoader::Impl {
   BatchConfig batch_;
   uint64_t seed_;
   bool shuffle_;
+  DataShare share_;
   DataPosition position_;
   std::vector<int64_t> order_;          // documents in the order of this epoch
   std::vector<int64_t> stream_begins_;  // first token of each in the epoch's stream, and its end
@@ -140,8 +153,8 @@ class DataLoader::Impl {
 };
 
 DataLoader::DataLoader(const std::string& token_file, const BatchConfig& batch, uint64_t seed,
-                       bool shuffle)
-    : impl_(std::make_unique<Impl>(token_file, batch, seed, shuffle)) {}
+                       bool shuffle, const DataShare& share)
+    : impl_(std::make_unique<Impl>(token_file, batch, seed, shuffle, share)) {}
 DataLoader::~DataLoader() = default;
 
 int64_t DataLoader::rows_per_epoch() const { return impl_->rows_per_epoch(); }

@@ -7,7 +7,10 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "engine/checkpoint.h"
+#include "engine/gather_states.h"
 #include "engine/model_files.h"
+#include "engine/open_engine.h"
+#include "engine/ranks.h"
 #include "engine/session.h"
 #include "formats/manifest.h"
 #include "nvme/drive_report.h"
@@ -60,20 +63,27 @@ GradScalerConfig scaler_config(const EngineConfig& config) {
 
 class Engine::Impl {
  public:
-  Impl(std::string model_dir, const EngineConfig& config)
-      : config_(config),
+  Impl(std::string model_dir, const EngineConfig& config, std::shared_ptr<Communicator> ranks)
+      : ranks_(std::move(ranks)),
+        config_(config),
         model_dir_(std::move(model_dir)),
-        session_(make_planning(model_dir_, config, &tracer_), config, &tracer_),
+        session_(make_planning(model_dir_, config, planning_ranks(*ranks_), &tracer_), config,
+                 *ranks_, &tracer_),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
     check_room_for_checkpoint();
-    if (config.from_scratch) {
-      init_weights(layout(), config.seed, session_.planning().threads, session_.states());
-    } else {
-      load_weights(model_dir_, layout(), session_.states());
-    }
+    on_all_ranks(*ranks_, "weights", [&] {
+      if (config.from_scratch) {
+        init_weights(layout(), config.seed, session_.planning().threads, session_.states());
+      } else {
+        load_weights(model_dir_, layout(), session_.states());
+      }
+    });
   }
+
+  int rank() const { return ranks_->rank(); }
+  int world_size() const { return ranks_->world_size(); }
 
   const EngineConfig& config() const { return config_; }
   const PlanReport& report() const { return session_.planning().report; }
@@ -90,12 +100,17 @@ class Engine::Impl {
       optimizer_.wait_idle();  // the plan of an evaluation lays its own buffers over gradients
       EvalResult result;
       double loss_sum = 0;
+      std::vector<std::span<const MicroBatch>> labelled;
       for (size_t i = 0; i < batches.size(); ++i) {
         const bool has_label = std::any_of(batches[i].labels.begin(), batches[i].labels.end(),
                                            [](int32_t label) { return label >= 0; });
-        if (!has_label) continue;
+        if (has_label) labelled.push_back(batches.subspan(i, 1));
+      }
+      // All ranks walk together: one with fewer micro-batches walks the rest without any.
+      const size_t walks = most_over_ranks(*ranks_, "evaluation", labelled.size());
+      for (size_t i = 0; i < walks; ++i) {
         WalkInput input;
-        input.batches = batches.subspan(i, 1);
+        if (i < labelled.size()) input.batches = labelled[i];
         const WalkResult walk = session_.executor().walk(session_.eval_plan(), input);
         loss_sum += walk.loss_sum;
         result.labelled_tokens += walk.labelled_tokens;
@@ -127,7 +142,8 @@ class Engine::Impl {
         check(static_cast<int64_t>(values.size()) == segment->numel, ErrorCode::kUsage,
               "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel,
               values.size());
-        session_.states().read(static_cast<int>(param), plane, segment->offset, values);
+        gather_plane(*ranks_, session_.states(), static_cast<int>(param), plane, segment->offset,
+                     values);
         return 0;
       }
       fail(ErrorCode::kUsage, "read_state: the model has no tensor '{}'", tensor);
@@ -139,9 +155,10 @@ class Engine::Impl {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     check_usable();
     if (mode == SaveMode::kWait) optimizer_.wait_idle();
-    const TrainingState training{applied_steps_, scaler_.state(), user_state};
+    const TrainingState training{applied_steps_, scaler_.state(), config_.optimizer.decoupled,
+                                 user_state};
     const std::filesystem::path folder =
-        session_.save().start({run_dir, static_cast<size_t>(keep), training, version_});
+        session_.save().start({{run_dir, static_cast<size_t>(keep)}, training, version_});
     if (mode == SaveMode::kWait) session_.save().wait();
     return folder.string();
   }
@@ -152,7 +169,8 @@ class Engine::Impl {
     session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
-      const TrainingState training = load_training(step_dir, layout(), session_.states());
+      const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_,
+                                                   config_.optimizer.decoupled);
       scaler_.restore(training.scaler);
       applied_steps_ = training.steps;
       return training.user_state;
@@ -161,7 +179,7 @@ class Engine::Impl {
 
   void export_hf(const std::string& out_dir, size_t max_shard_bytes) {
     reading([&] {
-      export_weights(model_dir_, out_dir, layout(), session_.states(), max_shard_bytes);
+      export_weights(model_dir_, out_dir, layout(), session_.states(), max_shard_bytes, *ranks_);
       return 0;
     });
   }
@@ -200,16 +218,23 @@ class Engine::Impl {
     // What the update that still runs has yet to write is not in the count of the day.
     const uint64_t written = swap->swapper().stats().bytes_written;
     const uint64_t pending = expected_writes_ - std::min(expected_writes_, written);
-    swap->swapper().check_write_budget(pending + swap->bytes_written_per_step());
+    on_all_ranks(*ranks_, "drives", [&] {
+      swap->swapper().check_write_budget(pending + swap->bytes_written_per_step());
+    });
     swap->swapper().begin_step();
     expected_writes_ = written + pending + swap->bytes_written_per_step();
   }
 
   // After the space for swapping was taken.
-  void check_room_for_checkpoint() const {
+  void check_room_for_checkpoint() {
     const std::string& folder = config_.checkpoint_dir;
     if (folder.empty()) return;
-    const uint64_t need = report().save_bytes;
+    on_all_ranks(*ranks_, "checkpoint, room", [&] {
+      if (rank() == 0) check_room(folder, report().save_bytes * static_cast<size_t>(world_size()));
+    });
+  }
+
+  static void check_room(const std::string& folder, uint64_t need) {
     const uint64_t free = nvme::free_disk_bytes({&folder, 1});
     check(need <= free, ErrorCode::kDoesNotFit,
           "a checkpoint takes {} ({} B), '{}' has {} free: {} B are missing; free space, or choose "
@@ -251,7 +276,7 @@ class Engine::Impl {
     result.learning_rate = hyper.lr;
     result.loss_scale = static_cast<double>(loss_scale);
     result.skipped = walk.scalars.skip != 0;
-    result.tokens = static_cast<int64_t>(batches.size()) * session_.input().shape.rows;
+    result.tokens = walk.micro_batches * session_.input().shape.rows;
     result.labelled_tokens = walk.labelled_tokens;
     result.step = applied_steps_ + 1;
     // Without a norm to wait for, the blocks whose gradients are finite were updated: the step
@@ -271,11 +296,13 @@ class Engine::Impl {
     if (scalars.nonfinite_param < 0) return "the gradient norm";
     const FlatParamLayout& flat =
         layout().flat_params[static_cast<size_t>(scalars.nonfinite_param)];
+    const int rank = static_cast<int>(scalars.nonfinite_rank);
+    const int64_t index =
+        shard_range(flat.numel, rank, world_size()).begin + scalars.nonfinite_index;
     for (const Segment& segment : flat.segments) {
-      if (scalars.nonfinite_index >= segment.offset &&
-          scalars.nonfinite_index < segment.offset + segment.numel) {
+      if (index >= segment.offset && index < segment.offset + segment.numel) {
         return fmt::format("the gradient of '{}' ({}) at element {}", segment.name, flat.name,
-                           scalars.nonfinite_index - segment.offset);
+                           index - segment.offset);
       }
     }
     return fmt::format("the gradient of {}", flat.name);
@@ -294,6 +321,16 @@ class Engine::Impl {
     session_.save().check_finished();
   }
 
+  static PlanningRanks planning_ranks(Communicator& ranks) {
+    return {ranks.world_size(), ranks_on_this_machine(ranks), &ranks};
+  }
+
+  // The other ranks must not wait for this one.
+  void give_up(const char* reason) {
+    failure_ = reason;
+    ranks_->abort(reason);
+  }
+
   // Work that changes states. After a failure that may have left them half changed, every further
   // call is refused; bad input is found before anything is issued and harms nothing.
   template <typename Work>
@@ -303,11 +340,11 @@ class Engine::Impl {
       return work();
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kInvalidData) {
-        failure_ = error.what();
+        give_up(error.what());
       }
       throw;
     } catch (const std::exception& error) {
-      failure_ = error.what();
+      give_up(error.what());
       throw;
     }
   }
@@ -321,6 +358,7 @@ class Engine::Impl {
     return work();
   }
 
+  std::shared_ptr<Communicator> ranks_;
   EngineConfig config_;
   std::string model_dir_;
   Tracer tracer_;
@@ -339,11 +377,22 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 
 std::unique_ptr<Engine> Engine::open(const std::string& model_dir, const EngineConfig& config) {
-  return std::unique_ptr<Engine>(new Engine(std::make_unique<Impl>(model_dir, config)));
+  const RunPart part = join_ranks(config.device);
+  EngineConfig own = config;
+  own.device = part.device;
+  return open_engine(model_dir, own, part.ranks);
 }
 
-PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config) {
-  return make_planning(model_dir, config, nullptr).report;
+std::unique_ptr<Engine> open_engine(const std::string& model_dir, const EngineConfig& config,
+                                    std::shared_ptr<Communicator> ranks) {
+  return std::unique_ptr<Engine>(
+      new Engine(std::make_unique<Engine::Impl>(model_dir, config, std::move(ranks))));
+}
+
+PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config, int ranks) {
+  check(ranks >= 1, ErrorCode::kUsage, "a plan for {} ranks", ranks);
+  const PlanningRanks planned{.world_size = ranks, .local = ranks, .ranks = nullptr};
+  return make_planning(model_dir, config, planned, nullptr).report;
 }
 
 const PlanReport& Engine::plan() const { return impl_->report(); }
@@ -352,6 +401,8 @@ StepResult Engine::step(std::span<const MicroBatch> batches) { return impl_->ste
 EvalResult Engine::evaluate(std::span<const MicroBatch> batches) {
   return impl_->evaluate(batches);
 }
+int Engine::rank() const { return impl_->rank(); }
+int Engine::world_size() const { return impl_->world_size(); }
 int64_t Engine::steps_done() const { return impl_->steps_done(); }
 std::vector<TensorDescription> Engine::tensors() const { return impl_->tensors(); }
 void Engine::read_state(const std::string& tensor, StateKind kind, std::span<float> values) {

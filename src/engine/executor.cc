@@ -4,12 +4,14 @@
 #include <array>
 
 #include "base/check.h"
+#include "engine/ranks.h"
+#include "zero/partition.h"
 
 namespace orlop {
 namespace {
 
-constexpr std::array<PlanLaneKind, 3> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
-                                                      PlanLaneKind::kOffload};
+constexpr std::array<PlanLaneKind, 4> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
+                                                      PlanLaneKind::kOffload, PlanLaneKind::kComm};
 // Compute copies on their way from the drives, as far as the main thread may run ahead of them.
 constexpr size_t kMaxSwapIns = 1024;
 
@@ -44,17 +46,18 @@ struct Executor::Walk {
 
 Executor::Executor(Backend& backend, const PlanInput& input,
                    std::span<const std::unique_ptr<Block>> blocks, ExecutorMemory memory,
-                   int64_t sequence_length, int64_t vocab_size, int64_t max_positions)
+                   const BatchLimits& limits, Communicator& ranks)
     : backend_(backend),
       input_(input),
       blocks_(blocks),
       memory_(std::move(memory)),
-      sequence_length_(sequence_length),
-      vocab_size_(vocab_size),
-      max_positions_(max_positions) {
+      limits_(limits),
+      ranks_(ranks) {
+  ORLOP_INVARIANT(ranks.world_size() == input.world_size);
   for (auto& end : ends_) end = backend.make_event();
   for (const FlatParamLayout& flat : input.layout.flat_params)
-    decay_runs_.push_back(decay_runs(flat));
+    decay_runs_.push_back(
+        decay_runs(flat, shard_range(flat.numel, ranks.rank(), input.world_size)));
   if (memory_.swap != nullptr) {
     swap_lane_ =
         std::make_unique<SwapLane>(memory_.swap->swapper(), memory_.gates, memory_.swap->versions(),
@@ -78,6 +81,8 @@ Queue& Executor::queue_of(PlanLaneKind lane) {
       return backend_.queue(QueueKind::kUpload);
     case PlanLaneKind::kOffload:
       return backend_.queue(QueueKind::kOffload);
+    case PlanLaneKind::kComm:
+      return backend_.queue(QueueKind::kComm);
     default:
       return backend_.queue(QueueKind::kCompute);
   }
@@ -99,7 +104,8 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
     }
     if (is_host_update(op.kind)) slot->updates[i] = updates++;
     if (op.kind == OpKind::kUploadBatch) {
-      slot->staging.emplace_back(input_.shape.rows, sequence_length_, vocab_size_, max_positions_);
+      slot->staging.emplace_back(input_.shape.rows, limits_.sequence_length, limits_.vocab_size,
+                                 limits_.max_positions);
       ORLOP_INVARIANT(slot->staging.back().bytes() <= input_.batch_bytes());
       slot->host_batches.push_back(
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kHost))));
@@ -151,18 +157,9 @@ void Executor::order_after_previous_walk() {
 
 WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
   PlanState& state = prepare(plan);
-  check(!input.batches.empty() && input.batches.size() <= state.staging.size(), ErrorCode::kUsage,
-        "step: {} micro-batches given; accumulation_steps allows 1 to {}", input.batches.size(),
-        state.staging.size());
   Walk walk{plan, state, input, 0};
-  state.batches.clear();
-  for (size_t mb = 0; mb < input.batches.size(); ++mb) {
-    state.staging[mb].fill(input.batches[mb], state.host_batches[mb], static_cast<int>(mb));
-    walk.labelled_tokens += state.staging[mb].labelled_tokens();
-    BatchView view = state.staging[mb].view(state.host_batches[mb], state.device_batches[mb]);
-    view.scale = reinterpret_cast<const float*>(device_scalars(plan) + kLossScaleOffset);
-    state.batches.push_back(view);
-  }
+  walk.labelled_tokens = static_cast<int64_t>(sum_over_ranks(
+      ranks_, "labelled tokens", [&] { return static_cast<double>(stage_batches(walk)); }));
   check(walk.labelled_tokens > 0, ErrorCode::kInvalidData,
         "step: no token of the {} micro-batches has a label", input.batches.size());
   *reinterpret_cast<float*>(memory_.scalars + kLossScaleOffset) =
@@ -179,8 +176,37 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
     const float* losses = state.host_losses[mb];
     for (int64_t row = 0; row < input_.shape.rows; ++row) result.loss_sum += losses[row];
   }
+  result.micro_batches = static_cast<int64_t>(input.batches.size());
+  if (ranks_.world_size() > 1) sum_results(result);
   result.scalars = *reinterpret_cast<const StepScalars*>(memory_.scalars);
   return result;
+}
+
+void Executor::sum_results(WalkResult& result) {
+  std::array<double, 2> sums = {result.loss_sum, static_cast<double>(result.micro_batches)};
+  ranks_.all_reduce_sum(sums, "losses");
+  result.loss_sum = sums[0];
+  result.micro_batches = static_cast<int64_t>(sums[1]);
+}
+
+// Returns the labelled tokens of this rank.
+int64_t Executor::stage_batches(Walk& walk) {
+  PlanState& state = walk.state;
+  const std::span<const MicroBatch> batches = walk.input.batches;
+  const size_t least = ranks_.world_size() > 1 ? 0 : 1;
+  check(batches.size() >= least && batches.size() <= state.staging.size(), ErrorCode::kUsage,
+        "step: {} micro-batches given; accumulation_steps allows {} to {}", batches.size(), least,
+        state.staging.size());
+  int64_t labelled_tokens = 0;
+  state.batches.clear();
+  for (size_t mb = 0; mb < batches.size(); ++mb) {
+    state.staging[mb].fill(batches[mb], state.host_batches[mb], static_cast<int>(mb));
+    labelled_tokens += state.staging[mb].labelled_tokens();
+    BatchView view = state.staging[mb].view(state.host_batches[mb], state.device_batches[mb]);
+    view.scale = reinterpret_cast<const float*>(device_scalars(walk.plan) + kLossScaleOffset);
+    state.batches.push_back(view);
+  }
+  return labelled_tokens;
 }
 
 // The order of the queues is the plan's also where a micro-batch is missing.
@@ -275,6 +301,15 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
     case OpKind::kRoundGrad:
       issue_round_grad(walk, op, queue);
       break;
+    case OpKind::kAllGather:
+      issue_all_gather(walk.plan, op, queue);
+      break;
+    case OpKind::kReduceScatter:
+      issue_reduce_scatter(walk.plan, op, queue);
+      break;
+    case OpKind::kGatherNorms:
+      issue_gather_norms(walk.plan, queue);
+      break;
     case OpKind::kFinishNorm:
       issue_finish_norm(walk, op, queue);
       break;
@@ -306,14 +341,16 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
     if (buffer.kind == BufferKind::kScalars) continue;
     (buffer.tier == Tier::kHost ? host : device) = &buffer;
   }
-  const size_t bytes = op.kind == OpKind::kUploadParam   ? input_.param_bytes(op.param)
+  const bool is_part = op.kind == OpKind::kUploadParam || op.kind == OpKind::kOffloadGrad;
+  std::byte* on_device = is_part ? own_row(*device) : address(*device);
+  const size_t bytes = op.kind == OpKind::kUploadParam   ? input_.shard_param_bytes(op.param)
                        : op.kind == OpKind::kUploadBatch ? input_.batch_bytes()
                                                          : std::min(host->bytes, device->bytes);
   if (op.lane == PlanLaneKind::kUpload) {
-    queue.upload(address(*device), address(*host), bytes);
+    queue.upload(on_device, address(*host), bytes);
     uploaded_bytes_ += bytes;
   } else {
-    queue.offload(address(*host), address(*device), bytes);
+    queue.offload(address(*host), on_device, bytes);
     offloaded_bytes_ += bytes;
   }
   if (op.kind != OpKind::kOffloadGrad) return;
@@ -366,17 +403,17 @@ void Executor::issue_block(Walk& walk, const PlanOp& op, Queue& queue) {
 void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
   const StepPlan& plan = walk.plan;
   const BufferUse* rounded = find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice);
-  std::byte* sums = address(plan.buffer(*find_use(plan, op, BufferKind::kNormSums, Tier::kDevice)));
+  std::byte* sums = norm_row(plan);
   RoundGradArgs args;
   args.grad = reinterpret_cast<const float*>(
-      address(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
+      own_row(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
   args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
   args.square_sum = reinterpret_cast<double*>(sums) + op.param;
   args.first_nonfinite =
       reinterpret_cast<int64_t*>(sums + first_nonfinite_offset(input_.layout.flat_params.size())) +
       op.param;
   args.scratch = address(plan.buffer(*find_use(plan, op, BufferKind::kNormScratch, Tier::kDevice)));
-  args.numel = numel(op.param);
+  args.numel = input_.shard_numel(op.param);
   args.out_dtype = input_.compute_dtype;
   backend_.ops().round_grad(queue, args);
 }
@@ -389,6 +426,8 @@ void Executor::issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue) {
   args.square_sums = reinterpret_cast<const double*>(sums);
   args.first_nonfinite = reinterpret_cast<const int64_t*>(sums + first_nonfinite_offset(params));
   args.params = static_cast<int64_t>(params);
+  args.ranks = input_.world_size;
+  args.rank_stride = static_cast<int64_t>(norm_row_bytes(params) / sizeof(double));
   args.max_norm = walk.input.max_grad_norm;
   if (op.param >= 0) {
     args.square_sums += op.param;
@@ -407,13 +446,16 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
   const std::byte* grad = address(plan.buffer(op.uses.front()));  // the gradient comes first
   const StatePlanes planes =
-      state_planes(numel(op.param), input_.compute_dtype, input_.moment_dtype);
+      state_planes(input_.shard_numel(op.param), input_.compute_dtype, input_.moment_dtype);
   std::byte* rest = state_address(planes, base).rest;
+  const int64_t first = shard_range(input_.layout.flat_params[static_cast<size_t>(op.param)].numel,
+                                    ranks_.rank(), input_.world_size)
+                            .begin;
   const auto* scalars = reinterpret_cast<const StepScalars*>(
       address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kDevice))));
   const AdamHyper& hyper = walk.input.hyper;
   for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
-    const size_t begin = static_cast<size_t>(run.begin);
+    const size_t begin = static_cast<size_t>(run.begin - first);
     DeviceAdamArgs args;
     if (input_.compute_dtype != DType::kF32)
       args.param = base + begin * dtype_bytes(input_.compute_dtype);

@@ -8,6 +8,7 @@
 
 #include "backend/backend.h"
 #include "backend/ops.h"
+#include "comm/communicator.h"
 #include "cpu_adam/adam.h"
 #include "engine/batch_staging.h"
 #include "engine/swap_lane.h"
@@ -31,6 +32,13 @@ struct ExecutorMemory {
   SwapSpace* swap = nullptr;     // null: nothing is on a drive
 };
 
+// What a micro-batch may hold.
+struct BatchLimits {
+  int64_t sequence_length = 0;
+  int64_t vocab_size = 0;
+  int64_t max_positions = 0;
+};
+
 // What one walk over a plan is told.
 struct WalkInput {
   std::span<const MicroBatch> batches;
@@ -44,24 +52,27 @@ struct WalkInput {
   OptimizerQueue* optimizer = nullptr;
 };
 
-// What one walk gives back, when all its device work is over.
+// What one walk gives back, when all its device work is over: the same on all ranks.
 struct WalkResult {
   double loss_sum = 0;  // over labelled tokens, in nats
   int64_t labelled_tokens = 0;
+  int64_t micro_batches = 0;
   StepScalars scalars;  // training only
 };
 
 // Walks a StepPlan: issues every operation in order on its queue, with the plan's waits between
-// queues. Nothing is allocated after the first walk of a plan.
+// queues. Several ranks walk the same plan together. With one, nothing is allocated after the first
+// walk of a plan.
 class Executor {
  public:
   Executor(Backend& backend, const PlanInput& input, std::span<const std::unique_ptr<Block>> blocks,
-           ExecutorMemory memory, int64_t sequence_length, int64_t vocab_size,
-           int64_t max_positions);
+           ExecutorMemory memory, const BatchLimits& limits, Communicator& ranks);
   ~Executor();
 
   // Issues all operations, waits for the device, sums the losses. Host updates may still run when
-  // this returns. Fewer micro-batches than the plan has leave out the operations of the last ones.
+  // this returns. Fewer micro-batches than the plan has leave out the operations of the last ones;
+  // a rank may have none. Bad micro-batches of one rank are an error on all, before anything is
+  // issued.
   WalkResult walk(const StepPlan& plan, const WalkInput& input);
 
   uint64_t uploaded_bytes() const { return uploaded_bytes_; }
@@ -74,6 +85,8 @@ class Executor {
   PlanState& prepare(const StepPlan& plan);
   SwapLane::SwapIn make_swap_in(const StepPlan& plan, const PlanOp& op,
                                 const std::vector<std::unique_ptr<Event>>& events) const;
+  int64_t stage_batches(Walk& walk);
+  void sum_results(WalkResult& result);
   void issue(Walk& walk, size_t index);
   void issue_waits(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
@@ -82,25 +95,30 @@ class Executor {
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_gather_norms(const StepPlan& plan, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;
+  // This rank's part of a FlatParam's gradient or compute copy on the device.
+  std::byte* own_row(const PlanBuffer& buffer) const;
+  std::byte* norm_row(const StepPlan& plan) const;
   std::byte* device_scalars(const StepPlan& plan) const;
   Queue& queue_of(PlanLaneKind lane);
   void order_after_previous_walk();
-  int64_t numel(int param) const {
-    return input_.layout.flat_params[static_cast<size_t>(param)].numel;
+  const std::string& name_of(int param) const {
+    return input_.layout.flat_params[static_cast<size_t>(param)].name;
   }
 
   Backend& backend_;
   const PlanInput& input_;
   std::span<const std::unique_ptr<Block>> blocks_;
   ExecutorMemory memory_;
-  int64_t sequence_length_;
-  int64_t vocab_size_;
-  int64_t max_positions_;
-  std::vector<std::vector<DecayRun>> decay_runs_;  // per FlatParam
+  BatchLimits limits_;
+  Communicator& ranks_;
+  std::vector<std::vector<DecayRun>> decay_runs_;  // per FlatParam: of this rank's part
   std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
-  std::array<std::unique_ptr<Event>, 3> ends_;
+  std::array<std::unique_ptr<Event>, 4> ends_;
   std::unique_ptr<SwapLane> swap_lane_;
   uint64_t uploaded_bytes_ = 0;
   uint64_t offloaded_bytes_ = 0;

@@ -80,6 +80,9 @@ void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateSt
       for (int64_t first = 0; first < segment.numel; first += threads * kPieceElements) {
         values.resize(
             static_cast<size_t>(std::min(threads * kPieceElements, segment.numel - first)));
+        const ElementRange own = states.own_part(static_cast<int>(param), segment.offset + first,
+                                                 static_cast<int64_t>(values.size()));
+        if (own.numel == 0) continue;
         std::vector<std::thread> team;
         for (size_t begin = 0; begin < values.size(); begin += kPieceElements) {
           const size_t count = std::min(values.size() - begin, static_cast<size_t>(kPieceElements));
@@ -89,7 +92,10 @@ void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateSt
           });
         }
         for (std::thread& member : team) member.join();
-        states.write(static_cast<int>(param), Plane::kMaster, segment.offset + first, values);
+        states.write(
+            static_cast<int>(param), Plane::kMaster, own.begin,
+            std::span(values).subspan(static_cast<size_t>(own.begin - segment.offset - first),
+                                      static_cast<size_t>(own.numel)));
       }
     }
   }

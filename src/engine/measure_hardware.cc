@@ -75,7 +75,7 @@ class Bench {
                        align_up(available_host_bytes() / 4, kPageBytes))) {
     EngineConfig engine;
     engine.device = config.device;
-    choice_ = make_backend(engine, threads_, nullptr);
+    choice_ = make_backend(engine, 1, threads_, nullptr);
     const DeviceInfo info = choice_.backend->info();
     is_host_ = info.is_host;
     name_ = info.name;

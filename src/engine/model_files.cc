@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
+#include <optional>
 #include <set>
 
 #include "base/check.h"
 #include "base/half.h"
+#include "engine/gather_states.h"
+#include "engine/ranks.h"
 #include "formats/safetensors.h"
 #include "formats/safetensors_writer.h"
 
@@ -56,16 +60,17 @@ void to_floats(const TensorInfo& tensor, const std::byte* bytes, std::span<float
   }
 }
 
-// Reads one tensor in pieces and hands each to `use(first element, values)`.
+// Reads a part of one tensor in pieces and hands each to `use(first element, values)`.
 template <typename Use>
-void read_pieces(const SafetensorsReader& reader, const TensorInfo& tensor, const Use& use) {
+void read_pieces(const SafetensorsReader& reader, const TensorInfo& tensor,
+                 const ElementRange& part, const Use& use) {
   const std::string file = reader.files()[tensor.file_index].string();
-  const int64_t numel = tensor.numel();
+  const int64_t end = part.begin + part.numel;
   const size_t element = dtype_bytes(tensor.dtype);
   std::vector<std::byte> bytes;
   std::vector<float> values;
-  for (int64_t first = 0; first < numel; first += kPieceElements) {
-    const size_t count = static_cast<size_t>(std::min(kPieceElements, numel - first));
+  for (int64_t first = part.begin; first < end; first += kPieceElements) {
+    const size_t count = static_cast<size_t>(std::min(kPieceElements, end - first));
     bytes.resize(count * element);
     values.resize(count);
     reader.read(tensor, static_cast<size_t>(first) * element, bytes);
@@ -105,6 +110,14 @@ void copy_other_files(const fs::path& model_dir, const fs::path& out_dir) {
   }
 }
 
+void begin_export(const fs::path& model_dir, const fs::path& out_dir) {
+  check(!fs::exists(out_dir) || !fs::equivalent(model_dir, out_dir), ErrorCode::kUsage,
+        "export: '{}' is the folder the model was read from; choose another", out_dir.string());
+  std::error_code error;
+  fs::create_directories(out_dir, error);
+  check(!error, ErrorCode::kIo, "export: cannot make '{}': {}", out_dir.string(), error.message());
+}
+
 }  // namespace
 
 void load_weights(const fs::path& model_dir, const ModelLayout& layout, StateStore& states) {
@@ -114,26 +127,27 @@ void load_weights(const fs::path& model_dir, const ModelLayout& layout, StateSto
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     for (const Segment& segment : layout.flat_params[param].segments) {
       const TensorInfo& tensor = find_tensor(reader, layout, segment, model_dir);
-      read_pieces(reader, tensor, [&](int64_t first, std::span<const float> values) {
-        const auto bad =
-            std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
-        check(bad == values.end(), ErrorCode::kInvalidData, "'{}': tensor '{}' is {} at element {}",
-              reader.files()[tensor.file_index].string(), tensor.name,
-              bad == values.end() ? 0.0f : *bad, first + (bad - values.begin()));
-        states.write(static_cast<int>(param), Plane::kMaster, segment.offset + first, values);
-      });
+      const ElementRange own =
+          states.own_part(static_cast<int>(param), segment.offset, segment.numel);
+      read_pieces(reader, tensor, {own.begin - segment.offset, own.numel},
+                  [&](int64_t first, std::span<const float> values) {
+                    const auto bad = std::find_if(values.begin(), values.end(),
+                                                  [](float v) { return !std::isfinite(v); });
+                    check(bad == values.end(), ErrorCode::kInvalidData,
+                          "'{}': tensor '{}' is {} at element {}",
+                          reader.files()[tensor.file_index].string(), tensor.name,
+                          bad == values.end() ? 0.0f : *bad, first + (bad - values.begin()));
+                    states.write(static_cast<int>(param), Plane::kMaster, segment.offset + first,
+                                 values);
+                  });
     }
   }
   states.flush();
 }
 
-void export_weights(const fs::path& model_dir, const fs::path& out_dir, const ModelLayout& layout,
-                    StateStore& states, size_t max_shard_bytes) {
-  check(!fs::exists(out_dir) || !fs::equivalent(model_dir, out_dir), ErrorCode::kUsage,
-        "export: '{}' is the folder the model was read from; choose another", out_dir.string());
-  std::error_code error;
-  fs::create_directories(out_dir, error);
-  check(!error, ErrorCode::kIo, "export: cannot make '{}': {}", out_dir.string(), error.message());
+namespace {
+
+std::vector<TensorSpec> weight_specs(const ModelLayout& layout, const StateStore& states) {
   std::vector<TensorSpec> specs;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     for (const Segment& segment : layout.flat_params[param].segments) {
@@ -141,8 +155,16 @@ void export_weights(const fs::path& model_dir, const fs::path& out_dir, const Mo
           {segment.name, states.planes(static_cast<int>(param)).compute_dtype, segment.shape});
     }
   }
-  ShardedSafetensorsWriter writer(out_dir, specs, max_shard_bytes, {{"format", "pt"}});
+  return specs;
+}
+
+// Hands every weight to `write(name, first byte, bytes)`, piece by piece. Every rank brings what it
+// has of a piece, and the first failure does not keep the others waiting: it is thrown at the end.
+template <typename Write>
+void gather_weights(Communicator& ranks, const ModelLayout& layout, StateStore& states,
+                    const Write& write) {
   std::vector<std::byte> piece;
+  std::exception_ptr error;
   for (size_t param = 0; param < layout.flat_params.size(); ++param) {
     const int index = static_cast<int>(param);
     const size_t element = dtype_bytes(states.planes(index).compute_dtype);
@@ -150,13 +172,41 @@ void export_weights(const fs::path& model_dir, const fs::path& out_dir, const Mo
       for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
         piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) *
                      element);
-        states.read_compute_copy(index, segment.offset + first, piece);
-        writer.write(segment.name, static_cast<size_t>(first) * element, piece);
+        gather_compute_copy(ranks, states, index, segment.offset + first, piece);
+        if (error) continue;
+        try {
+          write(segment.name, static_cast<size_t>(first) * element, piece);
+        } catch (const Error&) {
+          error = std::current_exception();
+          if (ranks.world_size() == 1) throw;
+        }
       }
     }
   }
-  writer.finish();
-  copy_other_files(model_dir, out_dir);
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace
+
+void export_weights(const fs::path& model_dir, const fs::path& out_dir, const ModelLayout& layout,
+                    StateStore& states, size_t max_shard_bytes, Communicator& ranks) {
+  const bool writes = ranks.rank() == 0;
+  std::optional<ShardedSafetensorsWriter> writer;
+  on_all_ranks(ranks, "export", [&] {
+    if (!writes) return;
+    begin_export(model_dir, out_dir);
+    writer.emplace(out_dir, weight_specs(layout, states), max_shard_bytes,
+                   SafetensorsMetadata{{"format", "pt"}});
+  });
+  on_all_ranks(ranks, "export", [&] {
+    gather_weights(ranks, layout, states,
+                   [&](const std::string& name, size_t first, std::span<const std::byte> bytes) {
+                     if (writes) writer->write(name, first, bytes);
+                   });
+    if (!writes) return;
+    writer->finish();
+    copy_other_files(model_dir, out_dir);
+  });
 }
 
 }  // namespace orlop

@@ -1,14 +1,17 @@
 #include "engine/session.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "base/check.h"
 #include "cpu_adam/cpu_features.h"
 #include "engine/check_config.h"
+#include "engine/ranks.h"
 #include "formats/hf_config.h"
 #include "memory/available_memory.h"
 #include "nvme/drive_report.h"
+#include "nvme/shard_file.h"
 
 namespace orlop {
 namespace {
@@ -42,19 +45,57 @@ void describe_blocks(Planning& planning, DType dtype) {
     input.forward_flops.push_back(block_forward_flops(
         planning.model, input.layout.blocks[static_cast<size_t>(b)].kind, input.shape));
   }
-  for (const FlatParamLayout& flat : input.layout.flat_params) {
-    input.norm_scratch_bytes.push_back(ops.grad_norm_scratch_bytes(flat.numel));
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  for (int param = 0; param < params; ++param) {
+    input.norm_scratch_bytes.push_back(ops.grad_norm_scratch_bytes(input.shard_numel(param)));
+  }
+}
+
+// What all ranks must plan with.
+void agree_before(Planning& planning, Communicator& ranks) {
+  Budgets& budgets = planning.budgets;
+  budgets.device_bytes = least_over_ranks(ranks, "device budget", budgets.device_bytes);
+  budgets.host_bytes = least_over_ranks(ranks, "host budget", budgets.host_bytes);
+  HardwareProfile& profile = planning.profile;
+  budgets.nvme_bytes = least_over_ranks(ranks, "nvme budget", budgets.nvme_bytes);
+  const std::array<double*, 9> figures = {
+      &profile.matmul_flop_per_s,     &profile.upload_bytes_per_s,
+      &profile.offload_bytes_per_s,   &profile.device_bytes_per_s,
+      &profile.host_bytes_per_s,      &profile.collective_bytes_per_s,
+      &profile.nvme_read_bytes_per_s, &profile.nvme_write_bytes_per_s,
+      &profile.launch_seconds};
+  std::array<double, 9> values{};
+  for (size_t i = 0; i < values.size(); ++i) values[i] = *figures[i];
+  ranks.broadcast_values(std::as_writable_bytes(std::span(values)), 0, "hardware profile");
+  for (size_t i = 0; i < values.size(); ++i) *figures[i] = values[i];
+}
+
+// Ranks with other models, configurations or devices would wait for each other in vain.
+void check_same_plan(const Planning& planning, Communicator& ranks) {
+  const std::string text = planning.planned.train.to_text(planning.input) +
+                           planning.planned.eval.to_text(planning.input);
+  const size_t own = std::hash<std::string>()(text);
+  std::vector<size_t> all(static_cast<size_t>(ranks.world_size()));
+  ranks.all_gather_values(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)),
+                          "plan");
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    check(all[rank] == all[0], ErrorCode::kUsage,
+          "ranks 0 and {} plan different steps; every rank must be given the same model, "
+          "configuration and kind of device",
+          rank);
   }
 }
 
 }  // namespace
 
-Planning make_planning(const std::string& model_dir, const EngineConfig& config, Tracer* tracer) {
+Planning make_planning(const std::string& model_dir, const EngineConfig& config,
+                       const PlanningRanks& ranks, Tracer* tracer) {
   Planning planning;
   planning.model = make_transformer_config(read_hf_config(model_dir));
   check_config(config, planning.model);
-  planning.threads = config.threads > 0 ? config.threads : default_threads();
-  planning.device = make_backend(config, planning.threads, tracer);
+  planning.threads =
+      config.threads > 0 ? config.threads : std::max(1, default_threads() / ranks.local);
+  planning.device = make_backend(config, ranks.local, planning.threads, tracer);
   const DeviceInfo info = planning.device.backend->info();
   // The thread that issues the step and the driver's need a core of their own: sharing one with the
   // optimizer's team made every update wait for it (1.5 times as long on 16 cores).
@@ -63,6 +104,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
 
   PlanInput& input = planning.input;
   input.layout = make_layout(planning.model);
+  input.world_size = ranks.world_size;
   input.compute_dtype = dtype;
   input.moment_dtype = config.optimizer.moments;
   input.shape = {config.batch.micro_batch_size * config.batch.sequence_length,
@@ -77,7 +119,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
   input.updates_wait_for_norm =
-      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16;
+      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16 ||
+      ranks.world_size > 1;  // whether a gradient is finite, all ranks know with the norm
   size_t all_states = 0;
   for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
     all_states += input.state_bytes(static_cast<int>(param));
@@ -85,24 +128,29 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
-  planning.budgets.host_bytes = config.limits.host_bytes.value_or(
-      static_cast<size_t>(static_cast<double>(available_host_bytes()) * kHostShare));
+  planning.budgets.host_bytes = config.limits.host_bytes.value_or(static_cast<size_t>(
+                                    static_cast<double>(available_host_bytes()) * kHostShare)) /
+                                static_cast<size_t>(ranks.local);
   if (!config.nvme.paths.empty()) {
     const double free = static_cast<double>(nvme::free_disk_bytes(config.nvme.paths));
     planning.budgets.nvme_bytes =
-        config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free));
+        config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free)) /
+        static_cast<size_t>(ranks.local);
   }
   planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
+  if (ranks.ranks != nullptr && ranks.world_size > 1) agree_before(planning, *ranks.ranks);
   planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
   planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,
                                       planning.model.layers, planning.model.hidden);
   planning.report.device = info.name;
+  if (ranks.ranks != nullptr && ranks.world_size > 1) check_same_plan(planning, *ranks.ranks);
   return planning;
 }
 
-Session::Session(Planning planning, const EngineConfig& config, Tracer* tracer)
-    : host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
+Session::Session(Planning planning, const EngineConfig& config, Communicator& ranks, Tracer* tracer)
+    : ranks_(ranks),
+      host_arena_(std::max(planning.planned.train.host_bytes, planning.planned.eval.host_bytes)),
       planning_(std::move(planning)),
       tracer_(tracer),
       sequence_length_(config.batch.sequence_length) {
@@ -110,15 +158,25 @@ Session::Session(Planning planning, const EngineConfig& config, Tracer* tracer)
   ExecutorMemory memory = take_memory();
   gates_ = memory.gates;
   upload_rope(memory.device);
-  executor_ = std::make_unique<Executor>(backend(), planning_.input, planning_.blocks,
-                                         std::move(memory), sequence_length_,
-                                         planning_.model.vocab_size, planning_.model.max_positions);
+  executor_ = std::make_unique<Executor>(
+      backend(), planning_.input, planning_.blocks, std::move(memory),
+      BatchLimits{sequence_length_, planning_.model.vocab_size, planning_.model.max_positions},
+      ranks_);
 }
 
 void Session::take_drives(const EngineConfig& config) {
   const PlannedStep& planned = planning_.planned;
   if (!planned.placement.uses_nvme()) return;
-  swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, config);
+  // All ranks of a run may share a directory, and know each other there by its name.
+  std::array<char, 64> run{};
+  nvme::default_run_id().copy(run.data(), run.size() - 1);
+  if (ranks_.world_size() > 1) {
+    ranks_.broadcast_values(std::as_writable_bytes(std::span(run)), 0, "drives");
+  }
+  on_all_ranks(ranks_, "drives", [&] {
+    swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, config,
+                                        SwapOwner{ranks_.rank(), run.data()});
+  });
   // All slots lie side by side.
   const std::vector<int>& slots = planned.train.swap_slots;
   const PlanBuffer& first = planned.train.buffers[static_cast<size_t>(slots.front())];
@@ -157,7 +215,9 @@ ExecutorMemory Session::take_memory() {
 
 void Session::make_save(const ExecutorMemory& memory) {
   const StepPlan& plan = train_plan();
-  BackgroundSaveParts parts{.layout = layout(), .states = make_state_store(QueueKind::kSave, 1)};
+  BackgroundSaveParts parts{.layout = layout(),
+                            .ranks = ranks_.beside(),
+                            .states = make_state_store(QueueKind::kSave, 1)};
   parts.update_order = update_order(plan);
   parts.copied = snapshot_count(planning_.input, parts.update_order);
   if (plan.snapshot >= 0) {
@@ -180,7 +240,7 @@ StateStore Session::make_state_store(QueueKind down, size_t slot_from_end) {
     const int slot = plan.swap_slots[plan.swap_slots.size() - slot_from_end];
     memory.slot = memory.of(plan.buffers[static_cast<size_t>(slot)]);
   }
-  return StateStore(backend(), planning_.input, plan, memory, down);
+  return StateStore(backend(), planning_.input, plan, ranks_.rank(), memory, down);
 }
 
 void Session::upload_rope(std::byte* device) {
@@ -230,7 +290,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
       break;
     default:
       update.kind = UpdateOp::Kind::kSwapOut;
-      update.is_last = op.chunk.begin + op.chunk.numel == input().numel(op.param);
+      update.is_last = op.chunk.begin + op.chunk.numel == input().shard_numel(op.param);
   }
   return update;
 }
@@ -251,11 +311,12 @@ std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) c
   const size_t compute_bytes = dtype_bytes(planes.compute_dtype);
   const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
   std::vector<UpdatePart> parts;
-  for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(op.param)])) {
-    const int64_t begin = std::max(run.begin, op.chunk.begin);
-    const int64_t end = std::min(run.begin + run.numel, op.chunk.begin + planes.numel);
-    if (begin >= end) continue;
-    const size_t local = static_cast<size_t>(begin - op.chunk.begin);  // in the chunk
+  const ShardRange& own = states_->shard(op.param);
+  for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(op.param)], own)) {
+    const ElementRange part =
+        intersect({run.begin - own.begin, run.numel}, {op.chunk.begin, planes.numel});
+    if (part.numel == 0) continue;
+    const size_t local = static_cast<size_t>(part.begin - op.chunk.begin);  // in the chunk
     AdamShard shard;
     shard.compute_dtype = planes.compute_dtype;
     shard.moment_dtype = planes.moment_dtype;
@@ -272,9 +333,9 @@ std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) c
     }
     shard.exp_avg = base.rest + planes.exp_avg + local * moment_bytes;
     shard.exp_avg_sq = base.rest + planes.exp_avg_sq + local * moment_bytes;
-    shard.grad = grads + static_cast<size_t>(begin) * compute_bytes;
-    shard.numel = end - begin;
-    shard.rng_offset = begin;
+    shard.grad = grads + static_cast<size_t>(part.begin) * compute_bytes;
+    shard.numel = part.numel;
+    shard.rng_offset = own.begin + part.begin;
     parts.push_back({shard, run.decay, param_seed(seed, op.param)});
   }
   return parts;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/trace.h"
+#include "comm/communicator.h"
 #include "engine/backend_factory.h"
 #include "engine/background_save.h"
 #include "engine/executor.h"
@@ -30,15 +31,23 @@ struct Planning {
   int threads = 1;
 };
 
-// Reads config.json, makes the backend and plans. Throws Error(kDoesNotFit) and takes no big
-// memory.
-Planning make_planning(const std::string& model_dir, const EngineConfig& config, Tracer* tracer);
+// The ranks that a step is planned for.
+struct PlanningRanks {
+  int world_size = 1;
+  int local = 1;                  // of them on this machine: they share its memory and its cores
+  Communicator* ranks = nullptr;  // null: a plan alone, by whoever is not one of them
+};
+
+// Reads config.json, makes the backend and plans. All ranks make the same plan, from the least
+// budgets and the figures of rank 0. Throws Error(kDoesNotFit) and takes no big memory.
+Planning make_planning(const std::string& model_dir, const EngineConfig& config,
+                       const PlanningRanks& ranks, Tracer* tracer);
 
 // The memory of a plan and what walks it: arenas of both tiers, states, gates, executor. States are
 // zero until they are loaded.
 class Session {
  public:
-  Session(Planning planning, const EngineConfig& config, Tracer* tracer);
+  Session(Planning planning, const EngineConfig& config, Communicator& ranks, Tracer* tracer);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -52,6 +61,7 @@ class Session {
   Executor& executor() { return *executor_; }
   const Executor& executor() const { return *executor_; }
   StateStore& states() { return *states_; }
+  Communicator& ranks() { return ranks_; }
   BackgroundSave& save() { return *save_; }
   size_t host_bytes() const { return host_arena_.capacity_bytes(); }
 
@@ -71,6 +81,7 @@ class Session {
   UpdateOp update_op(const PlanOp& op, uint64_t seed) const;
   std::vector<UpdatePart> update_parts(const PlanOp& op, uint64_t seed) const;
 
+  Communicator& ranks_;
   HostArena host_arena_;  // outlives the backend, which has it registered, and all transfers
   Planning planning_;
   StateMemory state_memory_;

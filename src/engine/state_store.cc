@@ -14,17 +14,21 @@ constexpr int64_t kStagedElements = int64_t{1} << 18;
 
 }  // namespace
 
-StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
+StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
                        const StateMemory& memory, QueueKind down)
     : backend_(backend),
       down_(down),
+      rank_(rank),
+      world_size_(input.world_size),
       swap_(memory.swap),
       slot_(memory.slot),
       homes_(input.layout.flat_params.size()) {
   for (size_t param = 0; param < homes_.size(); ++param) {
     Home& home = homes_[param];
-    home.planes =
-        state_planes(input.numel(static_cast<int>(param)), input.compute_dtype, input.moment_dtype);
+    home.planes = state_planes(input.shard_numel(static_cast<int>(param)), input.compute_dtype,
+                               input.moment_dtype);
+    home.numel = input.layout.flat_params[param].numel;
+    home.shard = shard_range(home.numel, rank, input.world_size);
     home.tier = Tier::kNvme;  // unless a buffer holds the states
     if (swap_ != nullptr) home.is_blank.resize(swap_->chunks(static_cast<int>(param)).size());
   }
@@ -41,6 +45,11 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
   own_homes_ = homes_;
 }
 
+ElementRange StateStore::part_of_rank(int param, int rank, int64_t offset, int64_t numel) const {
+  const ShardRange shard = shard_range(home(param).numel, rank, world_size_);
+  return intersect({offset, numel}, {shard.begin, shard.numel});
+}
+
 void StateStore::read_from_copy(int param, std::byte* copy) {
   Home& home = homes_[static_cast<size_t>(param)];
   const StateAddress to = state_address(home.planes, copy);
@@ -55,9 +64,10 @@ void StateStore::read_from_copy(int param, std::byte* copy) {
     for (int64_t first = 0; first < home.planes.numel;
          first += static_cast<int64_t>(values.size())) {
       const int64_t left = std::min(kStagedElements, home.planes.numel - first);
-      values.resize(static_cast<size_t>(std::min(left, numel_at_once(param, first))));
+      const int64_t offset = home.shard.begin + first;
+      values.resize(static_cast<size_t>(std::min(left, numel_at_once(param, offset))));
       for (const Plane plane : {Plane::kMaster, Plane::kExpAvg, Plane::kExpAvgSq}) {
-        read(param, plane, first, values);
+        read(param, plane, offset, values);
         write_plane(home.planes, to, plane, first, values);
       }
     }
@@ -73,6 +83,7 @@ StateAddress StateStore::host_states(int param) const {
 }
 
 int64_t StateStore::numel_at_once(int param, int64_t offset) const {
+  offset -= home(param).shard.begin;
   if (tier(param) != Tier::kNvme) return home(param).planes.numel - offset;
   const int64_t chunk_numel = swap_->chunks(param).front().numel;
   return chunk_numel - offset % chunk_numel;
@@ -108,6 +119,7 @@ void StateStore::for_staged(const Home& home, size_t count, const Use& use) {
 
 void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> values) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   check_range(home.planes, offset, values.size());
   if (home.tier == Tier::kHost) {
     read_plane(home.planes, home.address, plane, offset, values);
@@ -139,6 +151,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
 
 void StateStore::write(int param, Plane plane, int64_t offset, std::span<const float> values) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   check_range(home.planes, offset, values.size());
   if (home.tier == Tier::kHost) {
     write_plane(home.planes, home.address, plane, offset, values);
@@ -170,6 +183,7 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
 
 void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byte> out) {
   const Home& home = this->home(param);
+  offset -= home.shard.begin;
   const size_t element = dtype_bytes(home.planes.compute_dtype);
   check_range(home.planes, offset, out.size() / element);
   if (home.tier == Tier::kDevice) {
@@ -195,8 +209,8 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
 // ---------------------------------------------------------------------------------------------------
 // Chunks on drives
 
-// Brings the chunk of element `offset` into the slot, and tells where it is; `most` elements are
-// wanted.
+// Brings the chunk of element `offset`, of this rank's part, into the slot, and tells where it is;
+// `most` elements are wanted.
 StateStore::ChunkPart StateStore::load_chunk(int param, int64_t offset, size_t most) {
   const std::vector<StateChunk>& chunks = swap_->chunks(param);
   const StateChunk& chunk =

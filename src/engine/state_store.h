@@ -7,6 +7,7 @@
 #include "backend/backend.h"
 #include "engine/swap_space.h"
 #include "zero/param_states.h"
+#include "zero/partition.h"
 #include "zero/step_plan.h"
 
 namespace orlop {
@@ -23,34 +24,43 @@ struct StateMemory {
   }
 };
 
-// The states of every FlatParam, wherever the plan put them, for whoever loads, saves or reads them
-// between steps. What lives on the device passes through a small staging buffer, what lives on a
-// drive chunk by chunk through a slot of its own. Used by one thread at a time, which makes sure
+// This rank's part of the states of every FlatParam, wherever the plan put it, for whoever loads,
+// saves or reads states between steps. Offsets count from the start of the FlatParam. What lives on
+// the device passes through a small staging buffer, what lives on a drive chunk by chunk through a
+// slot of its own. Used by one thread at a time, which makes sure
 // that no update is running.
 class StateStore {
  public:
   // What lives on the device comes down on queue `down`.
-  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan,
+  StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
              const StateMemory& memory, QueueKind down);
 
-  // Of the FlatParam as a whole.
+  // Of this rank's part, with its padding.
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
   Tier tier(int param) const { return home(param).tier; }
+
+  // Elements of the FlatParam that are this rank's.
+  const ShardRange& shard(int param) const { return homes_[static_cast<size_t>(param)].shard; }
+  // Of elements [offset, offset + numel) those that are this rank's, or another's; numel 0: none.
+  ElementRange own_part(int param, int64_t offset, int64_t numel) const {
+    return part_of_rank(param, rank_, offset, numel);
+  }
+  ElementRange part_of_rank(int param, int rank, int64_t offset, int64_t numel) const;
 
   // Where the planes of a FlatParam lie that the host updates where they are; on drives only
   // `copy`, if at all.
   StateAddress host_states(int param) const;
 
-  // Elements from `offset` on that are moved together: to the end of the chunk on a drive, of the
-  // FlatParam elsewhere.
+  // Elements from `offset` on that are moved together: to the end of the chunk on a drive, of this
+  // rank's part elsewhere.
   int64_t numel_at_once(int param, int64_t offset) const;
 
-  // Masters, moments and gaps become zero.
+  // Masters, moments, gaps and padding become zero.
   void clear();
 
   // Elements [offset, offset + values.size()) of one plane, as read_plane() and write_plane() give
-  // and take them. Chunks on drives stay in the slot until another is asked for: accesses that
-  // follow the elements, all planes of a piece together, move each chunk once.
+  // and take them. All of them are this rank's. Chunks on drives stay in the slot until another is
+  // asked for: accesses that follow the elements, all planes of a piece together, move each once.
   void read(int param, Plane plane, int64_t offset, std::span<float> values);
   void write(int param, Plane plane, int64_t offset, std::span<const float> values);
 
@@ -68,6 +78,8 @@ class StateStore {
  private:
   struct Home {
     StatePlanes planes;
+    int64_t numel = 0;  // of the FlatParam
+    ShardRange shard;
     Tier tier = Tier::kHost;
     StateAddress address;        // on drives: the compute copy if it stays in memory
     std::vector<bool> is_blank;  // per chunk on drives: cleared, and not written since
@@ -98,6 +110,8 @@ class StateStore {
 
   Backend& backend_;
   QueueKind down_;
+  int rank_;
+  int world_size_;
   SwapSpace* swap_;
   std::byte* slot_;
   std::vector<Home> own_homes_;

@@ -12,7 +12,7 @@ nvme::ChunkKey copy_key(int param, int chunk) { return {2 * param + 1, chunk}; }
 }  // namespace
 
 SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
-                     const EngineConfig& config)
+                     const EngineConfig& config, const SwapOwner& owner)
     : input_(input),
       placement_(placement),
       chunks_(placement.params.size()),
@@ -21,7 +21,7 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
   const int params = static_cast<int>(placement.params.size());
   for (int param = 0; param < params; ++param) {
     if (placement.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
-    chunks_[static_cast<size_t>(param)] = placement.chunks(input.numel(param));
+    chunks_[static_cast<size_t>(param)] = placement.chunks(input.shard_numel(param));
     for (const StateChunk& chunk : chunks(param)) {
       options.chunks.push_back({rest_key(param, chunk.index), chunk_rest_bytes(input, chunk)});
       bytes_per_step_ += options.chunks.back().bytes;
@@ -31,6 +31,8 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
     }
   }
   const NvmeConfig& nvme = config.nvme;
+  options.rank = owner.rank;
+  options.run_id = owner.run_id;
   options.directories = nvme.paths;
   options.direct = nvme.direct;
   options.verify = nvme::parse_verify(nvme.verify);

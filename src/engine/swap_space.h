@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "nvme/swapper.h"
@@ -14,8 +15,14 @@
 
 namespace orlop {
 
-// What of a plan's states lies on drives: the chunks of every FlatParam, the swapper that moves
-// them, and the version of each FlatParam there.
+// Whose swap files they are.
+struct SwapOwner {
+  int rank = 0;
+  std::string run_id;  // the same on all ranks of a run
+};
+
+// What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, the
+// swapper that moves them, and the version of each FlatParam there.
 //
 // A chunk is up to two transfers, which a slot holds one behind the other, each padded to
 // kDriveAlignment: the compute copy, where that is on the drives too, and all other planes side by
@@ -24,7 +31,8 @@ class SwapSpace {
  public:
   // Takes the space on the drives. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper
   // does.
-  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config);
+  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config,
+            const SwapOwner& owner);
 
   nvme::Swapper& swapper() { return *swapper_; }
   const nvme::Swapper& swapper() const { return *swapper_; }

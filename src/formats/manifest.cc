@@ -156,6 +156,10 @@ void take_name(const fs::path& root, int64_t step, const fs::path& made, const f
 
 }  // namespace
 
+fs::path unfinished_checkpoint(const fs::path& root, int64_t step) {
+  return step_folder(root, step, kUnfinished);
+}
+
 fs::path checkpoint_folder(const fs::path& root, int64_t step) { return step_folder(root, step); }
 
 fs::path begin_checkpoint(const fs::path& root, int64_t step) {
@@ -221,14 +225,19 @@ Manifest read_checkpoint(const fs::path& folder, VerifyHashes verify) {
     const size_t bytes = file_bytes(fd, file);
     check(bytes == entry.bytes, ErrorCode::kInvalidData, "'{}' has {} bytes, '{}' says {}",
           file.string(), bytes, path.string(), entry.bytes);
-    if (verify == VerifyHashes::kNo) continue;
-    Xxh3Stream hash;
-    update_xxh3(hash, fd, file, 0, bytes);
-    check(hash.digest() == entry.xxh3, ErrorCode::kInvalidData,
-          "'{}' is damaged: its XXH3 is {:016x}, '{}' says {:016x}", file.string(), hash.digest(),
-          path.string(), entry.xxh3);
+    if (verify == VerifyHashes::kYes) verify_hash(folder, entry);
   }
   return manifest;
+}
+
+void verify_hash(const fs::path& folder, const ManifestFile& entry) {
+  const fs::path file = folder / entry.path;
+  const UniqueFd fd = open_for_reading(file);
+  Xxh3Stream hash;
+  update_xxh3(hash, fd, file, 0, file_bytes(fd, file));
+  check(hash.digest() == entry.xxh3, ErrorCode::kInvalidData,
+        "'{}' is damaged: its XXH3 is {:016x}, '{}' says {:016x}", file.string(), hash.digest(),
+        (folder / kManifestName).string(), entry.xxh3);
 }
 
 std::vector<CheckpointEntry> list_checkpoints(const fs::path& root) {

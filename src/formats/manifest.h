@@ -45,6 +45,9 @@ enum class VerifyHashes : bool { kNo, kYes };
 // root/step-N, whether it is there or not.
 std::filesystem::path checkpoint_folder(const std::filesystem::path& root, int64_t step);
 
+// root/step-N.tmp, which begin_checkpoint() makes.
+std::filesystem::path unfinished_checkpoint(const std::filesystem::path& root, int64_t step);
+
 // Makes `root` and an empty folder root/step-N.tmp, into which the checkpoint's files are then
 // written, and returns it. What an interrupted save of the same step left there is removed.
 std::filesystem::path begin_checkpoint(const std::filesystem::path& root, int64_t step);
@@ -59,6 +62,10 @@ std::filesystem::path commit_checkpoint(const std::filesystem::path& root, Manif
 // The manifest of a checkpoint's folder. Checks that its files are there with their sizes, and with
 // kYes their contents. Throws Error(kInvalidData) with file and numbers.
 Manifest read_checkpoint(const std::filesystem::path& folder, VerifyHashes verify);
+
+// The contents of one of its files; kYes does so for all. Throws Error(kInvalidData) with both
+// hashes.
+void verify_hash(const std::filesystem::path& folder, const ManifestFile& entry);
 
 // The same from text alone, which is called `file` in errors; files are not looked at.
 Manifest parse_manifest(std::string_view json, const std::string& file);

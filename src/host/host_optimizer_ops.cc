@@ -19,11 +19,15 @@ StepScalars step_scalars(const FinishNormArgs& args) {
   StepScalars result;
   double square_sum = 0;
   for (int64_t p = 0; p < args.params; ++p) {
-    square_sum += args.square_sums[p];
-    if (args.first_nonfinite[p] >= 0 && !result.skip) {
-      result.skip = 1;
-      result.nonfinite_param = p;
-      result.nonfinite_index = args.first_nonfinite[p];
+    for (int64_t rank = 0; rank < args.ranks; ++rank) {
+      const int64_t at = rank * args.rank_stride + p;
+      square_sum += args.square_sums[at];
+      if (args.first_nonfinite[at] >= 0 && !result.skip) {
+        result.skip = 1;
+        result.nonfinite_param = p;
+        result.nonfinite_index = args.first_nonfinite[at];
+        result.nonfinite_rank = rank;
+      }
     }
   }
   const auto loss_scale = static_cast<double>(args.loss_scale);

@@ -80,7 +80,7 @@ struct UpdateJob {
   int op = -1;  // of HostUpdates::ops
   // Gradient and scalars are in host memory when these have run. They may not be recorded again
   // before the gate is open.
-  std::array<Event*, 3> arrivals{};
+  std::array<Event*, 4> arrivals{};
   // A save that still reads the FlatParam holds the update until this gate has this version.
   Gate saved;
   uint32_t saved_version = 0;                  // 0: none

@@ -74,6 +74,7 @@ HardwareProfile default_profile(const std::string& device, bool device_is_host, 
     profile.upload_bytes_per_s = 5e10;
     profile.offload_bytes_per_s = 5e10;
     profile.device_bytes_per_s = 2.5e12;
+    profile.collective_bytes_per_s = 3e11;
   }
   return profile;
 }
@@ -100,6 +101,9 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
     read("offload_bytes_per_s", profile.offload_bytes_per_s);
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
+    if (document.contains("collective_bytes_per_s")) {  // measured only where there are several
+      read("collective_bytes_per_s", profile.collective_bytes_per_s);
+    }
     read("launch_seconds", profile.launch_seconds);
     if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
       read("nvme_read_bytes_per_s", profile.nvme_read_bytes_per_s);

@@ -26,6 +26,7 @@ struct HardwareProfile {
   double offload_bytes_per_s = 8e9;       // device -> pinned host, alone
   double device_bytes_per_s = 2e10;       // device memory, read + write
   double host_bytes_per_s = 1e10;         // host memory under the optimizer's threads, read + write
+  double collective_bytes_per_s = 2e9;    // what a rank receives in a collective of all ranks
   double nvme_read_bytes_per_s = 2.5e9;   // of the drives that states and checkpoints go to
   double nvme_write_bytes_per_s = 1.5e9;  // likewise
   double launch_seconds = 5e-6;           // fixed cost of one operation

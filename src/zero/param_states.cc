@@ -114,7 +114,7 @@ std::vector<PlanePart> plane_parts(const StatePlanes& planes, const StateAddress
   return {copy};
 }
 
-std::vector<DecayRun> decay_runs(const FlatParamLayout& layout) {
+std::vector<DecayRun> decay_runs(const FlatParamLayout& layout, const ShardRange& shard) {
   std::vector<DecayRun> runs;
   for (const Segment& segment : layout.segments) {
     if (!runs.empty() && runs.back().decay == segment.decay) continue;
@@ -122,7 +122,12 @@ std::vector<DecayRun> decay_runs(const FlatParamLayout& layout) {
     runs.push_back({runs.empty() ? 0 : segment.offset, 0, segment.decay});
   }
   if (!runs.empty()) runs.back().numel = layout.numel - runs.back().begin;
-  return runs;
+  std::vector<DecayRun> own;
+  for (const DecayRun& run : runs) {
+    const ElementRange part = intersect({run.begin, run.numel}, {shard.begin, shard.numel});
+    if (part.numel > 0) own.push_back({part.begin, part.numel, run.decay});
+  }
+  return own;
 }
 
 }  // namespace orlop

@@ -7,6 +7,7 @@
 
 #include "model/param_layout.h"
 #include "orlop/types.h"
+#include "zero/partition.h"
 
 namespace orlop {
 
@@ -74,8 +75,9 @@ struct DecayRun {
   bool decay = true;
 };
 
-// Covers the FlatParam; gaps go with the tensor before them.
-std::vector<DecayRun> decay_runs(const FlatParamLayout& layout);
+// Covers a rank's part of the FlatParam, without its padding; gaps go with the tensor before them.
+// Elements count from the start of the FlatParam.
+std::vector<DecayRun> decay_runs(const FlatParamLayout& layout, const ShardRange& shard);
 
 // Every FlatParam has its own stream of random numbers for stochastic rounding.
 constexpr uint64_t param_seed(uint64_t seed, int param) {

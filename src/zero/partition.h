@@ -15,6 +15,18 @@ struct ShardRange {
   int64_t padded_numel = 0;  // the same on all ranks
 };
 
+struct ElementRange {
+  int64_t begin = 0;
+  int64_t numel = 0;
+};
+
+// What two ranges have in common.
+inline ElementRange intersect(const ElementRange& a, const ElementRange& b) {
+  const int64_t begin = std::max(a.begin, b.begin);
+  const int64_t end = std::min(a.begin + a.numel, b.begin + b.numel);
+  return {begin, std::max<int64_t>(0, end - begin)};
+}
+
 // Parts are multiples of `granule` elements, so that no part starts in the middle of an aligned
 // group.
 inline ShardRange shard_range(int64_t numel, int rank, int world_size, int64_t granule = 128) {

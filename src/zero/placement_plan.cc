@@ -175,7 +175,7 @@ class Planner {
     if (wanted_.device_optimizer_blocks || input_.device_is_host) return false;
     for (int count = 1; count <= most_on_device_; ++count) {
       PlacementPlan candidate = placement;
-      set_device_optimizer(candidate, count);
+      set_device_optimizer(input_, candidate, count);
       if (!fits(candidate)) continue;
       placement = candidate;
       return true;
@@ -191,7 +191,7 @@ class Planner {
     if (!wanted_.device_optimizer_blocks && !input_.device_is_host) {
       for (int count = 1; count <= most_on_device_; ++count) {
         PlacementPlan candidate = base;
-        set_device_optimizer(candidate, count);
+        set_device_optimizer(input_, candidate, count);
         if (device_need(build(candidate)) > budgets_.device_bytes) break;
         placement = candidate;
       }
@@ -331,7 +331,7 @@ class Planner {
     const auto shards = [&] {
       if (wanted_.device_optimizer_blocks || input_.device_is_host) return;
       grow(placement, 1, most_on_device_,
-           [](PlacementPlan& p, int n) { set_device_optimizer(p, n); });
+           [&](PlacementPlan& p, int n) { set_device_optimizer(input_, p, n); });
     };
     if (weights_first) weights();
     shards();
@@ -346,10 +346,13 @@ class Planner {
     }
   }
 
-  // The first FlatParams in order of use: the next forward waits for their updates first.
-  static void set_device_optimizer(PlacementPlan& placement, int count) {
+  // The first FlatParams in order of use: the next forward waits for their updates first. The
+  // states of one rank are the whole weights, which so are resident; of several, a part.
+  static void set_device_optimizer(const PlanInput& input, PlacementPlan& placement, int count) {
     for (int i = 0; i < count; ++i) {
-      placement.params[static_cast<size_t>(i)] = {.resident = true, .optimizer = Tier::kDevice};
+      ParamPlacement& home = placement.params[static_cast<size_t>(i)];
+      home.optimizer = Tier::kDevice;
+      home.resident = home.resident || input.world_size == 1;
     }
   }
 
@@ -392,8 +395,9 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   placement.wave = wanted.wave.value_or(1);
   Planner::set_resident(placement, residency_order(input.layout),
                         wanted.resident_blocks.value_or(0));
-  Planner::set_device_optimizer(placement, wanted.device_optimizer_blocks.value_or(0));
-  const int64_t fair_chunk = ceil_div(input.layout.numel(), kMostChunks * kChunkGranule);
+  Planner::set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
+  const int64_t fair_chunk =
+      ceil_div(input.layout.numel() / input.world_size, kMostChunks * kChunkGranule);
   placement.chunk_numel =
       wanted.swap_chunk.value_or(std::max(kUsualChunk, fair_chunk * kChunkGranule));
   placement.swap_slots = kUsualSlots;

@@ -1,6 +1,5 @@
 #include "zero/plan_check.h"
 
-#include <array>
 #include <map>
 #include <utility>
 
@@ -12,10 +11,9 @@ namespace {
 
 // What is certainly over when an operation starts.
 struct Clock {
-  std::array<int, kPlanLanes> lanes;  // the last operation of every lane
-  int update_before = -1;             // the last host update, as its index, of the step before
+  OpPerLane lanes = kNoOps;  // the last operation of every lane
+  int update_before = -1;    // the last host update, as its index, of the step before
 
-  Clock() { lanes.fill(-1); }
   void join(const Clock& other) {
     for (size_t lane = 0; lane < lanes.size(); ++lane)
       lanes[lane] = std::max(lanes[lane], other.lanes[lane]);
@@ -51,8 +49,7 @@ class Checker {
 
   void check_order() const {
     std::vector<Clock> clocks;
-    std::array<int, kPlanLanes> last_of_lane;
-    last_of_lane.fill(-1);
+    OpPerLane last_of_lane = kNoOps;
     std::vector<Touch> touches;
     const std::vector<Touch> before = host_updates();
     for (size_t i = 0; i < plan_.ops.size(); ++i) {
@@ -112,7 +109,7 @@ class Checker {
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
         // Chunk by chunk, it counts when the last one is done.
         const bool whole = op.chunk.index < 0;
-        const bool last = op.chunk.begin + op.chunk.numel == input_.numel(op.param);
+        const bool last = op.chunk.begin + op.chunk.numel == input_.shard_numel(op.param);
         if (whole || last) ++updated[static_cast<size_t>(op.param)];
         check(norm_known && rounded[static_cast<size_t>(op.param)] > 0, ErrorCode::kInternal,
               "plan_check: FlatParam {} is updated before {}", op.param,
@@ -130,6 +127,7 @@ class Checker {
               b, forward[{b, mb}], backward[{b, mb}], mb);
       }
     }
+    if (input_.world_size > 1) check_collectives(training);
     for (size_t param = 0; training && param < placement_.params.size(); ++param) {
       check(rounded[param] == 1 && updated[param] == 1, ErrorCode::kInternal,
             "plan_check: FlatParam {} is rounded {} and updated {} times", param, rounded[param],
@@ -205,6 +203,33 @@ class Checker {
           !is_own || clock.update_before >= touch.op, ErrorCode::kInternal,
           "plan_check: FlatParam {} comes up from a drive and is not ordered after its update, {}",
           op.param, touch.op);
+    }
+  }
+
+  // A block runs with the weights of all ranks, and what is rounded is the sum over all ranks.
+  void check_collectives(bool training) const {
+    std::vector<bool> gathered(plan_.buffers.size(), false);
+    std::vector<int> reduced(placement_.params.size(), 0);
+    for (const PlanOp& op : plan_.ops) {
+      if (op.kind == OpKind::kAllGather)
+        gathered[static_cast<size_t>(op.uses.front().buffer)] = true;
+      if (op.kind == OpKind::kReduceScatter) ++reduced[static_cast<size_t>(op.param)];
+      if (op.kind == OpKind::kRoundGrad) {
+        check(reduced[static_cast<size_t>(op.param)] == 1, ErrorCode::kInternal,
+              "plan_check: FlatParam {} is rounded before it is summed over the ranks", op.param);
+      }
+      if (op.kind != OpKind::kForward && op.kind != OpKind::kBackward) continue;
+      for (const BufferUse& use : op.uses) {
+        check(plan_.buffer(use).kind != BufferKind::kParam ||
+                  gathered[static_cast<size_t>(use.buffer)],
+              ErrorCode::kInternal,
+              "plan_check: {} of block {} reads FlatParam {} before all ranks have brought it",
+              op_name(op.kind), op.block, plan_.buffer(use).param);
+      }
+    }
+    for (size_t param = 0; training && param < reduced.size(); ++param) {
+      check(reduced[param] == 1, ErrorCode::kInternal,
+            "plan_check: FlatParam {} is summed over the ranks {} times", param, reduced[param]);
     }
   }
 

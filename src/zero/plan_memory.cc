@@ -1,7 +1,6 @@
 #include "zero/plan_memory.h"
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 
 #include "base/bytes.h"
@@ -36,12 +35,8 @@ size_t lowest_gap(std::vector<Extent>& taken, size_t base, const PlanBuffer& buf
 
 // Latest operations, per lane, that read or wrote a buffer.
 struct LastUses {
-  LastUses() {
-    any.fill(-1);
-    write.fill(-1);
-  }
-  std::array<int, kPlanLanes> any;
-  std::array<int, kPlanLanes> write;
+  OpPerLane any = kNoOps;
+  OpPerLane write = kNoOps;
 };
 
 // The last host update of a step that must be over before the next step reads, or writes, a buffer.
@@ -132,17 +127,15 @@ void derive_waits(StepPlan& plan) {
   }
   const std::vector<UpdateBefore> before = updates_before(plan, neighbours);
   constexpr auto kOptimizer = static_cast<size_t>(PlanLaneKind::kOptimizer);
-  std::array<int, kPlanLanes> known_before;  // updates of the step before, per lane
-  known_before.fill(-1);
+  OpPerLane known_before = kNoOps;  // updates of the step before, per lane
   const std::vector<int> updates = last_updates(plan);
   std::vector<LastUses> last(plan.buffers.size());
   for (size_t index = 0; index < plan.ops.size(); ++index) {
     PlanOp& op = plan.ops[index];
-    std::array<int, kPlanLanes> needed;
-    needed.fill(-1);
+    OpPerLane needed = kNoOps;
     int needed_before = -1;
     for (const BufferUse& use : op.uses) {
-      const auto need = [&](const std::array<int, kPlanLanes>& uses) {
+      const auto need = [&](const OpPerLane& uses) {
         for (size_t lane = 0; lane < needed.size(); ++lane) {
           needed[lane] = std::max(needed[lane], uses[lane]);
         }

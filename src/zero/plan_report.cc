@@ -76,7 +76,8 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   PlanReport report;
   const StepPlan& plan = planned.train;
   report.parameters = input.layout.trainable_numel();
-  report.tokens_per_step = input.shape.rows * input.micro_batches;
+  report.ranks = input.world_size;
+  report.tokens_per_step = input.shape.rows * input.micro_batches * input.world_size;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
   report.device_fixed_bytes = input.device_fixed_bytes;
@@ -137,8 +138,9 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
 }
 
 std::string PlanReport::to_text() const {
-  std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step\n", model,
-                                 device, static_cast<double>(parameters) / 1e6, tokens_per_step);
+  std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step{}\n", model,
+                                 device, static_cast<double>(parameters) / 1e6, tokens_per_step,
+                                 ranks == 1 ? "" : fmt::format("; each of {} ranks:", ranks));
   const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
                                              static_cast<double>(state_bytes)
                                        : 0.0;
@@ -186,6 +188,7 @@ std::string PlanReport::to_json() const {
   nlohmann::json document = {{"model", model},
                              {"device", device},
                              {"parameters", parameters},
+                             {"ranks", ranks},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
                              {"device_fixed_bytes", device_fixed_bytes},

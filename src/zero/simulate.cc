@@ -86,8 +86,19 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     return launch + static_cast<double>(bytes) / rate;
   };
   switch (op.kind) {
-    case OpKind::kUploadBatch:
     case OpKind::kUploadParam:
+      return seconds(input.shard_param_bytes(op.param), profile.upload_bytes_per_s);
+    case OpKind::kAllGather:
+      return seconds(input.param_bytes(op.param) - input.shard_param_bytes(op.param),
+                     profile.collective_bytes_per_s);
+    case OpKind::kReduceScatter: {
+      const size_t others = static_cast<size_t>(input.world_size - 1);
+      return seconds(others * static_cast<size_t>(input.shard_numel(op.param)) * sizeof(float),
+                     profile.collective_bytes_per_s);
+    }
+    case OpKind::kGatherNorms:
+      return seconds(largest_use(plan, op, Tier::kDevice), profile.collective_bytes_per_s);
+    case OpKind::kUploadBatch:
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:
       return seconds(largest_use(plan, op, Tier::kDevice), profile.upload_bytes_per_s);
@@ -109,7 +120,8 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     case OpKind::kZeroGrad:
       return seconds(input.grad_bytes(op.param), profile.device_bytes_per_s);
     case OpKind::kRoundGrad:
-      return seconds(input.grad_bytes(op.param) + 2 * input.rounded_grad_bytes(op.param),
+      return seconds(static_cast<size_t>(input.shard_numel(op.param)) * sizeof(float) +
+                         2 * input.rounded_grad_bytes(op.param),
                      profile.device_bytes_per_s);
     case OpKind::kFinishNorm:
       return launch;
@@ -117,9 +129,10 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
       return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
                      profile.device_bytes_per_s);
     case OpKind::kHostAdam: {
-      const double share = op.chunk.index < 0 ? 1.0
-                                              : static_cast<double>(op.chunk.numel) /
-                                                    static_cast<double>(input.numel(op.param));
+      const double share = op.chunk.index < 0
+                               ? 1.0
+                               : static_cast<double>(op.chunk.numel) /
+                                     static_cast<double>(input.shard_numel(op.param));
       const double bytes =
           static_cast<double>(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param));
       return launch + share * bytes / profile.host_bytes_per_s;

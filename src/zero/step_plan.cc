@@ -6,6 +6,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "zero/partition.h"
 
 namespace orlop {
 
@@ -18,16 +19,24 @@ size_t PlanInput::batch_bytes() const {
   return static_cast<size_t>(10 * (shape.rows + 2)) * sizeof(int32_t) + 10 * kDeviceAlignment;
 }
 
+int64_t PlanInput::shard_numel(int param) const {
+  const int64_t numel = layout.flat_params[static_cast<size_t>(param)].numel;
+  return world_size == 1 ? numel : shard_range(numel, 0, world_size).padded_numel;
+}
+
 size_t PlanInput::param_bytes(int param) const {
-  return static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel) *
-         dtype_bytes(compute_dtype);
+  return static_cast<size_t>(world_size) * shard_param_bytes(param);
 }
 
 size_t PlanInput::grad_bytes(int param) const {
-  return static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel) * sizeof(float);
+  return static_cast<size_t>(world_size * shard_numel(param)) * sizeof(float);
 }
 
-size_t PlanInput::rounded_grad_bytes(int param) const { return param_bytes(param); }
+size_t PlanInput::shard_param_bytes(int param) const {
+  return static_cast<size_t>(shard_numel(param)) * dtype_bytes(compute_dtype);
+}
+
+size_t PlanInput::rounded_grad_bytes(int param) const { return shard_param_bytes(param); }
 
 size_t PlanInput::state_bytes_per_element() const {
   const size_t master = compute_dtype == DType::kF16 ? 6 : 4;  // fp16: fp32 master and fp16 copy
@@ -35,7 +44,7 @@ size_t PlanInput::state_bytes_per_element() const {
 }
 
 size_t PlanInput::state_bytes(int param) const {
-  return static_cast<size_t>(numel(param)) * state_bytes_per_element();
+  return static_cast<size_t>(shard_numel(param)) * state_bytes_per_element();
 }
 
 bool PlacementPlan::uses_nvme() const {
@@ -71,8 +80,7 @@ bool is_host_update(OpKind kind) {
 }
 
 size_t PlanInput::saved_bytes(int param) const {
-  const size_t numel = static_cast<size_t>(layout.flat_params[static_cast<size_t>(param)].numel);
-  return numel * (sizeof(float) + 2 * dtype_bytes(moment_dtype));
+  return static_cast<size_t>(shard_numel(param)) * (sizeof(float) + 2 * dtype_bytes(moment_dtype));
 }
 
 std::vector<int> update_order(const StepPlan& plan) {
@@ -110,6 +118,8 @@ const char* op_name(OpKind kind) {
       return "upload_batch";
     case OpKind::kUploadParam:
       return "upload_param";
+    case OpKind::kAllGather:
+      return "all_gather";
     case OpKind::kForward:
       return "forward";
     case OpKind::kBackward:
@@ -124,12 +134,16 @@ const char* op_name(OpKind kind) {
       return "park_grad";
     case OpKind::kUnparkGrad:
       return "unpark_grad";
+    case OpKind::kReduceScatter:
+      return "reduce_scatter";
     case OpKind::kRoundGrad:
       return "round_grad";
     case OpKind::kOffloadGrad:
       return "offload_grad";
     case OpKind::kOffloadLoss:
       return "offload_loss";
+    case OpKind::kGatherNorms:
+      return "gather_norms";
     case OpKind::kFinishNorm:
       return "finish_norm";
     case OpKind::kOffloadScalars:
@@ -164,6 +178,8 @@ const char* lane_name(PlanLaneKind lane) {
       return "state_in";
     case PlanLaneKind::kStatesOut:
       return "state_out";
+    case PlanLaneKind::kComm:
+      return "comm";
   }
   return "?";
 }

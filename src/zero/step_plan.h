@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -16,6 +17,9 @@ namespace orlop {
 // backend asks for. A plan is a pure function of this and of a PlacementPlan.
 struct PlanInput {
   ModelLayout layout;
+  // Ranks that share the model. Every FlatParam is cut into as many parts of equal, padded length;
+  // each rank keeps and updates the states of its part. The plan is the same on all of them.
+  int world_size = 1;
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
   BatchShape shape;  // of one micro-batch
@@ -36,13 +40,14 @@ struct PlanInput {
 
   size_t activation_bytes() const;             // one block input of one micro-batch
   size_t batch_bytes() const;                  // index arrays of one micro-batch
-  size_t param_bytes(int param) const;         // compute copy
-  size_t grad_bytes(int param) const;          // fp32
-  size_t rounded_grad_bytes(int param) const;  // what the optimizer reads
-  size_t state_bytes(int param) const;         // masters and moments, compute copy included
-  size_t state_bytes_per_element() const;      // likewise
-  size_t saved_bytes(int param) const;         // masters in fp32 and moments: in a checkpoint
-  int64_t numel(int param) const { return layout.flat_params[static_cast<size_t>(param)].numel; }
+  int64_t shard_numel(int param) const;        // a rank's part, with its padding
+  size_t param_bytes(int param) const;         // compute copy of all parts
+  size_t grad_bytes(int param) const;          // fp32, of all parts
+  size_t shard_param_bytes(int param) const;   // compute copy of one part
+  size_t rounded_grad_bytes(int param) const;  // of one part: what the optimizer reads
+  size_t state_bytes(int param) const;  // of one part: masters and moments, compute copy included
+  size_t state_bytes_per_element() const;
+  size_t saved_bytes(int param) const;  // of one part: masters in fp32 and moments: in a checkpoint
 };
 
 // Where the states of one FlatParam live between steps. What is on a drive is updated on the host,
@@ -90,29 +95,37 @@ enum class PlanLaneKind : uint8_t {
   kUpload,
   kOffload,
   kOptimizer,
+  kComm,
   kSwapIn,
   kStatesIn,
   kStatesOut
 };
-inline constexpr int kPlanLanes = 7;
+inline constexpr int kPlanLanes = 8;
+
+// The index of one operation per lane, or -1.
+using OpPerLane = std::array<int, kPlanLanes>;
+inline constexpr OpPerLane kNoOps = {-1, -1, -1, -1, -1, -1, -1, -1};
 
 const char* lane_name(PlanLaneKind lane);
 
 enum class OpKind : uint8_t {
-  kUploadBatch,   // micro_batch: index arrays
-  kUploadParam,   // param, after its gate
-  kForward,       // block, micro_batch
-  kBackward,      // block, micro_batch; recomputes; the head's also starts the pass
-  kOffloadInput,  // block, micro_batch: block input to pinned memory
-  kUploadInput,   // block, micro_batch: and back
-  kZeroGrad,      // param: fp32 gradient
-  kParkGrad,      // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
-                  // backward pass hands to the embedding
-  kUnparkGrad,    // and back
-  kRoundGrad,     // param: to the optimizer's dtype, with its share of the norm
-  kOffloadGrad,   // param: rounded gradient to pinned memory, and its own StepScalars if it has any
-  kOffloadLoss,   // micro_batch: loss of every row
-  kFinishNorm,    // all square sums -> StepScalars; with param: of this one alone
+  kUploadBatch,    // micro_batch: index arrays
+  kUploadParam,    // param: this rank's part, into its row of the device copy
+  kAllGather,      // param: the parts of all ranks, each into its row
+  kForward,        // block, micro_batch
+  kBackward,       // block, micro_batch; recomputes; the head's also starts the pass
+  kOffloadInput,   // block, micro_batch: block input to pinned memory
+  kUploadInput,    // block, micro_batch: and back
+  kZeroGrad,       // param: fp32 gradient
+  kParkGrad,       // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
+                   // backward pass hands to the embedding
+  kUnparkGrad,     // and back
+  kReduceScatter,  // param: this rank's row of the gradient becomes the sum over all ranks
+  kRoundGrad,      // param: this rank's part, to the optimizer's dtype, with its share of the norm
+  kOffloadGrad,  // param: rounded gradient to pinned memory, and its own StepScalars if it has any
+  kOffloadLoss,  // micro_batch: loss of every row
+  kGatherNorms,  // the square sums of all ranks
+  kFinishNorm,   // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
   kHostAdam,        // param, or one chunk of it
@@ -133,7 +146,7 @@ enum class BufferKind : uint8_t {
   kLoss,   // micro_batch
   kState,  // param: master planes and moments, where its Adam runs
   kRope,
-  kNormSums,  // square sums and first non-finite index of every FlatParam
+  kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
   kSnapshot,  // of states, while a save is running
   kScalars,   // StepScalars and the loss scale; with param: StepScalars of this one alone
   kSwapSlot,  // chunk under update: compute copy if it comes from a drive, then the other planes
@@ -209,10 +222,12 @@ inline constexpr size_t kLossScaleOffset =
 // uint32 per FlatParam, twice, and one that counts swap-ins
 inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;
 
-// What lies in the kNormSums buffer: fp64 square sums, then int64 first non-finite indices.
+// What lies in a rank's row of the kNormSums buffer: fp64 square sums, then int64 first non-finite
+// indices, counted from the start of the rank's part.
 constexpr size_t first_nonfinite_offset(size_t params) {
   return align_up(params * sizeof(double), kDeviceAlignment);
 }
+constexpr size_t norm_row_bytes(size_t params) { return 2 * first_nonfinite_offset(params); }
 
 // The first use that `op` makes of a buffer of this kind, tier and, unless negative, FlatParam; or
 // null.

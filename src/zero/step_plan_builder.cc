@@ -21,7 +21,7 @@ struct Fetch {
   int param;
   int first_visit;
   int last_visit;
-  bool uploads;  // false: this step's version is there already
+  bool fills;  // false: this step's version is there already
 };
 
 struct ChunkOfParam {
@@ -101,7 +101,8 @@ class Builder {
   void add_persistent_buffers() {
     const int params = static_cast<int>(params_.size());
     rope_ = add_buffer(BufferKind::kRope, input_.rope_bytes, Tier::kDevice, true);
-    sums_ = add_buffer(BufferKind::kNormSums, 2 * first_nonfinite_offset(params_.size()),
+    sums_ = add_buffer(BufferKind::kNormSums,
+                       static_cast<size_t>(input_.world_size) * norm_row_bytes(params_.size()),
                        Tier::kDevice, true);
     scalars_ = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
     host_scalars_ =
@@ -117,8 +118,8 @@ class Builder {
       const Tier tier = on_nvme ? Tier::kHost : home.optimizer;  // of the update
       if (on_nvme) {
         if (home.copy == Tier::kHost) {
-          state.host_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
-                                             Tier::kHost, true);
+          state.host_copy = add_param_buffer(BufferKind::kParam, param,
+                                             input_.shard_param_bytes(param), Tier::kHost, true);
         }
       } else {
         state.state =
@@ -126,7 +127,7 @@ class Builder {
         if (tier == Tier::kHost) state.host_copy = state.state;
       }
       add_scalar_buffers(param, tier);
-      if (tier == Tier::kDevice) {
+      if (tier == Tier::kDevice && !has_ranks()) {
         state.resident_copy = state.state;  // the compute copy is the first plane of the states
       } else if (home.resident) {
         state.resident_copy = add_param_buffer(BufferKind::kParam, param, input_.param_bytes(param),
@@ -155,7 +156,7 @@ class Builder {
     size_t slot_bytes = 0;
     for (const int param : update_order()) {
       if (placement_.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
-      for (const StateChunk& chunk : placement_.chunks(input_.numel(param))) {
+      for (const StateChunk& chunk : placement_.chunks(input_.shard_numel(param))) {
         chunks_.push_back({param, chunk});
         slot_bytes = std::max(slot_bytes, chunk_bytes(chunks_.back()));
         plan_.nvme_bytes += chunk_bytes(chunks_.back());
@@ -236,7 +237,7 @@ class Builder {
           int& fetch = on_device[static_cast<size_t>(param)];
           if (fetch < 0) {
             fetch = static_cast<int>(fetches_.size());
-            fetches_.push_back({param, fetched, fetched, needs_upload(param)});
+            fetches_.push_back({param, fetched, fetched, needs_filling(param)});
           }
           fetches_[static_cast<size_t>(fetch)].last_visit = fetched;
         }
@@ -250,11 +251,11 @@ class Builder {
     brought_up_ = 0;
   }
 
-  // What is resident comes up once per step, what is updated there never.
-  bool needs_upload(int param) {
+  // What is resident is filled once per step, what is the states themselves never.
+  bool needs_filling(int param) {
     ParamState& state = params_[static_cast<size_t>(param)];
-    if (placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice) return false;
-    return state.resident_copy < 0 || !std::exchange(state.uploaded, true);
+    if (state.resident_copy < 0) return true;
+    return state.resident_copy != state.state && !std::exchange(state.uploaded, true);
   }
 
   // Issues what brings up the compute copies of all visits until `visit`; those on drives start
@@ -264,7 +265,7 @@ class Builder {
            fetches_[swapped_in_].first_visit <= visit + placement_.swap_ahead;
          ++swapped_in_) {
       const Fetch& fetch = fetches_[swapped_in_];
-      host_copies_[swapped_in_] = fetch.uploads ? swap_in_param(fetch.param) : -1;
+      host_copies_[swapped_in_] = fetch.fills ? swap_in_param(fetch.param) : -1;
     }
     for (; brought_up_ < fetches_.size() && fetches_[brought_up_].first_visit <= visit;
          ++brought_up_) {
@@ -274,18 +275,29 @@ class Builder {
           state.resident_copy >= 0
               ? state.resident_copy
               : add_param_buffer(BufferKind::kParam, fetch.param, input_.param_bytes(fetch.param));
-      if (!fetch.uploads) continue;
-      emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
-           {{host_copies_[brought_up_], false}, {state.device_copy, true}})
-          .param = fetch.param;
+      if (fetch.fills) fill_device_copy(fetch.param, host_copies_[brought_up_]);
     }
+  }
+
+  // Every rank brings its part, from host memory or from the states on its device.
+  void fill_device_copy(int param, int host_copy) {
+    const ParamState& state = params_[static_cast<size_t>(param)];
+    if (host_copy >= 0) {
+      emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
+           {{host_copy, false}, {state.device_copy, true}})
+          .param = param;
+    }
+    if (!has_ranks()) return;
+    std::vector<BufferUse> uses = {{state.device_copy, true}};
+    if (is_on_device(param)) uses.push_back({state.state, false});
+    emit(OpKind::kAllGather, PlanLaneKind::kComm, uses).param = param;
   }
 
   // The buffer in pinned memory that holds the compute copy.
   int swap_in_param(int param) {
     if (!copy_is_on_nvme(param)) return params_[static_cast<size_t>(param)].host_copy;
     size_t bytes = 0;
-    for (const StateChunk& chunk : placement_.chunks(input_.numel(param))) {
+    for (const StateChunk& chunk : placement_.chunks(input_.shard_numel(param))) {
       bytes += chunk_copy_bytes(input_, chunk);
     }
     const int copy = add_param_buffer(BufferKind::kParam, param, bytes, Tier::kHost);
@@ -515,6 +527,9 @@ class Builder {
           param;
       return;
     }
+    if (has_ranks()) {
+      emit(OpKind::kReduceScatter, PlanLaneKind::kComm, {{grad, true}}).param = param;
+    }
     const int rounded = round_grad(param, grad);
     if (!input_.updates_wait_for_norm) {
       update_now(param, rounded);
@@ -636,6 +651,7 @@ class Builder {
   }
 
   void finish_step() {
+    if (has_ranks()) emit(OpKind::kGatherNorms, PlanLaneKind::kComm, {{sums_, true}});
     emit(OpKind::kFinishNorm, PlanLaneKind::kCompute, {{sums_, false}, {scalars_, true}});
     emit(OpKind::kOffloadScalars, PlanLaneKind::kOffload,
          {{scalars_, false}, {host_scalars_, true}});
@@ -669,6 +685,7 @@ class Builder {
 
   // ---- small helpers
 
+  bool has_ranks() const { return input_.world_size > 1; }
   bool is_on_device(int param) const {
     return placement_.params[static_cast<size_t>(param)].optimizer == Tier::kDevice;
   }

@@ -51,11 +51,20 @@ class DataLoaderTest : public ::testing::Test {
     return write(make_documents(lengths));
   }
 
+  // The micro-batch that one rank gets after so many others.
+  static MicroBatch single_after(const std::string& path, int count);
+
   TempFolder folder_;
 };
 
 constexpr BatchConfig kBatch{.micro_batch_size = 2, .sequence_length = 8, .accumulation_steps = 1};
 const std::vector<int> kLengths = {5, 1, 13, 30, 8, 2, 16, 3};  // 78 tokens, 10 rows
+
+MicroBatch DataLoaderTest::single_after(const std::string& path, int count) {
+  DataLoader loader(path, kBatch, 3, true);
+  for (int i = 0; i < count; ++i) loader.next();
+  return loader.next();
+}
 
 struct Epoch {
   std::vector<int32_t> tokens;
@@ -210,6 +219,31 @@ TEST_F(DataLoaderTest, AFileShorterThanOneRowIsPadded) {
   const MicroBatch batch = loader.next();
   EXPECT_EQ(batch.tokens, (std::vector<int32_t>{1, 2, 3, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 0}));
   EXPECT_EQ(batch.cu_seqlens, (std::vector<int32_t>{0, 3, 8, 11, 16}));
+}
+
+// What ranks get is what one rank gets, dealt in turn; from their common position any number goes
+// on.
+TEST_F(DataLoaderTest, RanksShareOneStream) {
+  const std::string path = write_lengths(kLengths);
+  constexpr int kMicroBatches = 60;  // of 2 rows: twelve epochs of 10
+  DataLoader single(path, kBatch, 3, true);
+  std::vector<MicroBatch> stream;
+  for (int i = 0; i < kMicroBatches; ++i) stream.push_back(single.next());
+  for (const int ranks : {1, 2, 3, 4, 12}) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      DataLoader loader(path, kBatch, 3, true, {rank, ranks});
+      DataLoader one(path, kBatch, 3, true);
+      for (int i = 0; i + ranks <= kMicroBatches; i += ranks) {
+        const MicroBatch batch = loader.next();
+        EXPECT_EQ(batch.tokens, stream[static_cast<size_t>(i + rank)].tokens)
+            << "rank " << rank << " of " << ranks << ", micro-batch " << i;
+        EXPECT_EQ(batch.labels, stream[static_cast<size_t>(i + rank)].labels);
+      }
+      one.seek(loader.position());
+      EXPECT_EQ(one.next().tokens, single_after(path, kMicroBatches / ranks * ranks).tokens);
+    }
+  }
+  EXPECT_THROW(DataLoader(path, kBatch, 3, true, {2, 2}), Error);
 }
 
 }  // namespace

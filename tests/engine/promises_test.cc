@@ -23,10 +23,12 @@ namespace {
 struct RunKind {
   int device_blocks;  // whose optimizer states live on the device
   double clip;
+  bool has_weights = false;  // read from a file, which streams: no second copy of a tensor
 };
 
 std::ostream& operator<<(std::ostream& out, const RunKind& kind) {
-  return out << kind.device_blocks << " blocks on the device, clip " << kind.clip;
+  return out << kind.device_blocks << " blocks on the device, clip " << kind.clip
+             << (kind.has_weights ? ", weights from a file" : "");
 }
 
 struct MeasuredPeak {
@@ -59,8 +61,13 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   shape.vocab = 3000;
   std::filesystem::create_directory(folder / "large");
   std::filesystem::create_directory(folder / "tiny");
-  spill(folder / "large" / "config.json", tiny_config(TinyFamily::kLlama, shape));
-  spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlama));
+  if (GetParam().has_weights) {
+    write_tiny_model(folder / "large", TinyFamily::kLlama, shape);
+    write_tiny_model(folder / "tiny", TinyFamily::kLlama);
+  } else {
+    spill(folder / "large" / "config.json", tiny_config(TinyFamily::kLlama, shape));
+    spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlama));
+  }
   const MeasuredPeak large = measure((folder / "large").string(), GetParam());
   const MeasuredPeak tiny = measure((folder / "tiny").string(), GetParam());
   const double taken = large.peak - tiny.peak;
@@ -73,7 +80,8 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
 // Optimizer states in host memory, all of them on the device, and on a drive.
 INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                          ::testing::Values(RunKind{0, 1}, RunKind{5, 1}, RunKind{0, 0},
-                                           RunKind{5, 0}, RunKind{-1, 1}, RunKind{-1, 0}));
+                                           RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
+                                           RunKind{-1, 0}));
 
 // Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.
 double host_bytes_per_parameter(const std::string& model, double clip, int64_t micro_batches) {

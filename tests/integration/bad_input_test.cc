@@ -452,9 +452,24 @@ TEST(BadCheckpoint, OfAnotherModelOrDamagedIsRefusedAndChangesNoBit) {
   for (const char* const other : {"larger", "biased"}) {
     const auto writer = Engine::open((folder / other).string(), config);
     const std::string foreign = writer->save_checkpoint((folder / "foreign").string(), "", 1);
-    error_of(ErrorCode::kInvalidData, [&] { engine->load_checkpoint(foreign); });
+    const std::string text =
+        error_of(ErrorCode::kInvalidData, [&] { engine->load_checkpoint(foreign); });
+    if (std::string(other) == "larger") {
+      expect_parts(text, {"of another shape (27)", "model.layers.0.mlp.gate_proj.weight.master",
+                          "[64, 32] instead of [48, 32]"});
+    } else {
+      expect_parts(text, {"unexpected (27)", "model.layers.0.self_attn.q_proj.bias.master"});
+    }
     EXPECT_TRUE(same_states(before, read_states(*engine))) << other;
   }
+  const auto biased = Engine::open((folder / "biased").string(), config);
+  expect_parts(error_of(ErrorCode::kInvalidData, [&] { biased->load_checkpoint(own); }),
+               {"missing (27)", "model.layers.0.self_attn.q_proj.bias.master"});
+  EngineConfig other_flavour = config;
+  other_flavour.optimizer.decoupled = false;
+  const auto classic = Engine::open((folder / "model").string(), other_flavour);
+  expect_parts(error_of(ErrorCode::kUsage, [&] { classic->load_checkpoint(own); }),
+               {"written by AdamW", "optimizer.decoupled"});
   const fs::path states = fs::path(own) / "optim/rank-0.safetensors";
   std::string bytes = slurp(states);
   bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "formats/safetensors.h"
 #include "nvme/drive_report.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
@@ -215,6 +216,34 @@ TEST_P(OffloadEqualsResident, InWhatIsExported) {
     EXPECT_TRUE(weights == expected) << weights.size() << " bytes";
     EXPECT_EQ(slurp(folder + "/config.json"), slurp(model() + "/config.json"));
     EXPECT_NO_THROW(Engine::open(folder, config_));
+  }
+}
+
+// What is tied is told by the config, never by equal bytes, and is written once.
+TEST(Export, TiesWhatTheConfigTiesAndNothingElse) {
+  const TempFolder folder;
+  std::vector<float> table;
+  write_tiny_model(folder / "equal", TinyFamily::kLlama, {},
+                   [&](const std::string& name, std::vector<float>& values) {
+                     if (name == "model.embed_tokens.weight") table = values;
+                     if (name == "lm_head.weight") values = table;
+                   });
+  write_tiny_model(folder / "tied", TinyFamily::kLlamaTied);
+  const EngineConfig config = tiny_engine_config(Precision::kF32);
+  for (const std::string name : {"equal", "tied"}) {
+    const auto engine = Engine::open((folder / name).string(), config);
+    run(*engine, {.until = 2});
+    const std::string out = (folder / (name + "-hf")).string();
+    engine->export_hf(out);
+    const SafetensorsReader reader(out);
+    EXPECT_EQ(reader.find("lm_head.weight") != nullptr, name == "equal") << name;
+    EXPECT_EQ(reader.tensors().size(), engine->tensors().size());
+    const auto again = Engine::open(out, config);
+    const std::vector<MicroBatch> batches = batches_of_step(config, 61, 9);
+    EXPECT_EQ(again->evaluate(batches).loss, engine->evaluate(batches).loss) << name;
+    if (name == "tied") continue;
+    const States states = read_states(*again);
+    EXPECT_NE(states.at("lm_head.weight.master"), states.at("model.embed_tokens.weight.master"));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <filesystem>
 #include <random>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -152,6 +153,34 @@ TEST_F(Resume, GoesBackInTheProcessThatSaved) {
   engine->load_checkpoint(saved);
   EXPECT_EQ(engine->steps_done(), 4);
   EXPECT_TRUE(same_bits(expected, run(*engine, next)));
+}
+
+// A checkpoint of every format version that was ever written stays in golden/ and must load.
+TEST_F(Resume, FromEveryStoredFormatVersion) {
+  TinyShape shape;
+  shape.vocab = 11;
+  shape.hidden = 8;
+  shape.layers = 1;
+  shape.heads = 2;
+  shape.kv_heads = 1;
+  shape.intermediate = 12;
+  write_tiny_model(folder_ / "model", TinyFamily::kLlama, shape);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.placement.device_optimizer_blocks = 1;
+  const auto engine = Engine::open((folder_ / "model").string(), config);
+  const fs::path stored = fs::path(ORLOP_GOLDEN_DIR) / "checkpoint_version_1" / "step-2";
+  EXPECT_EQ(engine->load_checkpoint(stored.string()), "position");
+  EXPECT_EQ(engine->steps_done(), 2);
+  States expected;
+  const SafetensorsReader reader(stored / "optim/rank-0.safetensors");
+  for (const TensorInfo& tensor : reader.tensors()) {
+    std::vector<float>& values = expected[tensor.name];
+    values.resize(static_cast<size_t>(tensor.numel()));
+    reader.read(tensor, 0, std::as_writable_bytes(std::span(values)));
+  }
+  EXPECT_TRUE(same_states(expected, read_states(*engine)));
+  const RunRecord next = run(*engine, {.vocab = shape.vocab, .from = 3, .until = 4});
+  EXPECT_FALSE(next.skipped.front());
 }
 
 // The checkpoints of a run that was left behind by going back have larger numbers.

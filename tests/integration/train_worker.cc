@@ -3,14 +3,16 @@
 //                                                    with all states in SWAP_DIR
 //   train_worker train-on MODEL RUN_DIR [SWAP_DIR]   likewise, saving in the background
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
-//                                                    trains two steps from random weights with so
-//                                                    many blocks' optimizer on the device (-1: all
-//                                                    states in a swap directory), clipped
+//                                                    trains two steps, from random weights where
+//                                                    the folder holds none, with so many blocks'
+//                                                    optimizer on the device (-1: all states in a
+//                                                    swap directory), clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
 
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <string>
 
@@ -45,7 +47,7 @@ void train(const std::string& model, const std::string& run_dir, SaveMode mode,
 void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
                     double clip) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
-  config.from_scratch = true;
+  config.from_scratch = !std::filesystem::exists(model + "/model.safetensors");
   if (device_blocks >= 0) {
     config.placement.device_optimizer_blocks = device_blocks;
   } else {

@@ -108,6 +108,44 @@ TEST_P(OpsSuite, FinishNormSkipsAndNamesTheFirstNonFiniteParameter) {
   EXPECT_EQ(scalars.nonfinite_index, 5);
 }
 
+// Of every parameter the parts of all ranks, in the order of the ranks.
+TEST_P(OpsSuite, FinishNormSumsParameterByParameterAndRankByRank) {
+  constexpr int64_t kRanks = 3, kParams = 2, kStride = 5;
+  std::vector<double> sums(kRanks * kStride, 1e300);  // between the rows: not to be read
+  std::vector<int64_t> nonfinite(kRanks * kStride, 0);
+  double want = 0;
+  for (int64_t param = 0; param < kParams; ++param) {
+    for (int64_t rank = 0; rank < kRanks; ++rank) {
+      const size_t at = static_cast<size_t>(rank * kStride + param);
+      sums[at] = std::pow(1.7, static_cast<double>(37 * param - 11 * rank)) / 3;
+      nonfinite[at] = -1;
+      want += sums[at];
+    }
+  }
+  FinishNormArgs args;
+  args.square_sums = device().put_raw(sums);
+  args.params = kParams;
+  args.ranks = kRanks;
+  args.rank_stride = kStride;
+  args.out = static_cast<StepScalars*>(device().poisoned_bytes(sizeof(StepScalars)));
+  const auto finish = [&] {
+    args.first_nonfinite = device().put_raw(nonfinite);
+    device().ops().finish_norm(device().queue(), args);
+    return device().get_raw<StepScalars>(args.out, 1)[0];
+  };
+  const StepScalars finite = finish();
+  EXPECT_EQ(finite.grad_norm, std::sqrt(want));
+  EXPECT_EQ(finite.skip, 0);
+  EXPECT_EQ(finite.nonfinite_rank, -1);
+  nonfinite[2 * kStride + 0] = 7;
+  nonfinite[1 * kStride + 1] = 3;
+  const StepScalars bad = finish();
+  EXPECT_EQ(bad.skip, 1);
+  EXPECT_EQ(bad.nonfinite_param, 0);
+  EXPECT_EQ(bad.nonfinite_rank, 2);
+  EXPECT_EQ(bad.nonfinite_index, 7);
+}
+
 // The device's step gives the bits of cpu_adam, and leaves everything alone when the step is
 // skipped.
 TEST_P(OpsSuite, DeviceAdamEqualsCpuAdamBitForBit) {

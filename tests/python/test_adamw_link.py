@@ -55,6 +55,12 @@ class HostLink:
     def fence(self, arrival):
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
 
+    def read_weights(self, parameter):
+        return parameter.detach().as_strided((parameter.numel(),), (1,)).clone()
+
+    def write_weights(self, slot):
+        slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
+
     def begin_uploads(self):
         self.make_current_stream_wait()
 

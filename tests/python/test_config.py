@@ -79,6 +79,7 @@ def test_an_unknown_option_names_the_nearest(wrong, right):
         ("steps", 1.5, "whole number"),
         ("steps", True, "whole number"),
         ("schedule", "cubic", "cosine, linear, constant, wsd"),
+        ("optim", "muon", "adamw, adam"),
         ("bf16", "perhaps", "neither true nor false"),
         ("warmup_ratio", 1.2, "within 0..1"),
         ("device_mem", "lots", "number of bytes"),

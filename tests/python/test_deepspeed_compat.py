@@ -105,6 +105,31 @@ def test_every_stage_equals_torch(stage):
     assert_close(weights(engine), plain(20))
 
 
+@pytest.mark.parametrize("client", [None, "torch"])
+def test_weights_in_host_memory(client, tmp_path):
+    """offload_param: blocks come and go; training, gathering and checkpoints are those of whole weights."""
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+    def build():
+        model = Net()
+        theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) if client else None
+        return make(model, theirs, zero_optimization=zero)
+
+    engine = build()
+    train(engine, 10)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 10, first=10)
+    assert all(p.untyped_storage().nbytes() == 0 for p in engine.module.blocks.parameters())
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        final = [p.detach().clone() for p in engine.module.parameters()]
+    assert_close(final, plain(20))
+    other = build()
+    other.load_checkpoint(tmp_path)
+    train(other, 10, first=10)
+    state, expected = other.module.state_dict(), engine.module.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 def test_accumulation_and_clipping():
     engine = make(gradient_accumulation_steps=4, gradient_clipping=0.1)
     boundaries = []

@@ -154,6 +154,8 @@ def test_schedulers_refuse_parameters_they_lack(name):
         ("zero_optimization.stage", 4),
         ("zero_optimization.offload_optimizer.device", "nvme"),
         ("zero_optimization.offload_optimizer.device", "disk"),
+        ("zero_optimization.offload_param.device", "nvme"),
+        ("zero_optimization.offload_param", {"device": "cpu"}),
         ("data_types.grad_accum_dtype", "fp8"),
         ("optimizer.params.betas", 0.9),
         ("compat", "0.1"),

@@ -47,7 +47,11 @@ def plain():
 
 @pytest.mark.parametrize(
     ("before", "name", "limit"),
-    [("plain_loop.py", "optimizer_door.py", 2), ("deepspeed_loop.py", "deepspeed_door.py", 1)],
+    [
+        ("plain_loop.py", "optimizer_door.py", 2),
+        ("plain_loop.py", "streamed_door.py", 5),
+        ("deepspeed_loop.py", "deepspeed_door.py", 1),
+    ],
 )
 def test_example(before, name, limit, plain):
     assert len(changed_lines(before, name)) <= limit, changed_lines(before, name)

@@ -66,7 +66,7 @@ TEST(ParamStates, DecayRunsCoverTheFlatParam) {
   add(128, 128, true);
   add(256, 64, false);
   add(384, 64, false);
-  const std::vector<DecayRun> runs = decay_runs(flat);
+  const std::vector<DecayRun> runs = decay_runs(flat, shard_range(flat.numel, 0, 1));
   ASSERT_EQ(runs.size(), 2u);
   EXPECT_EQ(runs[0].begin, 0);
   EXPECT_EQ(runs[0].numel, 256);

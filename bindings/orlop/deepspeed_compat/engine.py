@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .. import _orlop, errors
+from .. import _orlop, errors, wrapping
 from ..adamw import AdamW, live_optimizers
 from ..deepspeed_config import DeepSpeedConfig, explain
 from . import checkpoint
@@ -56,15 +56,30 @@ def _make_optimizer(config, model, optimizer, parameters):
         return AdamW.from_torch(optimizer, **options)
     if config["optimizer.type"] is None:
         return None
-    return DeepSpeedCPUAdam(
-        parameters,
-        lr=config["optimizer.params.lr"],
-        betas=config["optimizer.params.betas"],
-        eps=config["optimizer.params.eps"],
-        weight_decay=config["optimizer.params.weight_decay"],
-        adamw_mode=config["optimizer.type"].lower() == "adamw" or config["optimizer.params.adam_w_mode"],
-        **options,
-    )
+    return DeepSpeedCPUAdam(parameters, **_hyperparameters(config), adamw_mode=_is_adamw(config), **options)
+
+
+def _hyperparameters(config):
+    return {name: config[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _is_adamw(config):
+    return config["optimizer.type"].lower() == "adamw" or config["optimizer.params.adam_w_mode"]
+
+
+def _stream_weights(config, model, optimizer, parameters):
+    """offload_param: the weights of blocks come and go; the optimizer is made over them, or None."""
+    options = _optimizer_options(config, model)
+    options.pop("gradients")
+    options["module"] = model
+    parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    if optimizer is None and config["optimizer.type"] is not None:
+        kind = torch.optim.AdamW if _is_adamw(config) else torch.optim.Adam
+        optimizer = kind(parameters, **_hyperparameters(config))
+    device = "cuda" if torch.cuda.is_available() else None
+    return wrapping.wrap(model, optimizer, device=device, **options)[1]
 
 
 def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) -> DeepSpeedEngine:
@@ -76,7 +91,8 @@ def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) 
     dtype = torch.float16 if config["fp16.enabled"] else torch.bfloat16 if config["bf16.enabled"] else None
     if dtype is not None:
         model.to(dtype)
-    optimizer = _make_optimizer(config, model, optimizer, parameters)
+    streams = config[f"{_ZERO}.offload_param.device"] == "cpu"
+    optimizer = (_stream_weights if streams else _make_optimizer)(config, model, optimizer, parameters)
     if callable(scheduler) and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         scheduler = scheduler(optimizer)
     elif scheduler is None and config["scheduler.type"] and optimizer is not None:

@@ -8,6 +8,7 @@ import torch
 
 from ..adamw import live_optimizers
 from ..deepspeed_config import DeepSpeedConfig
+from ..wrapping import gathered
 
 
 class Init(contextlib.AbstractContextManager):
@@ -36,19 +37,23 @@ class Init(contextlib.AbstractContextManager):
 
 
 class GatheredParameters(contextlib.AbstractContextManager):
-    """Complete parameters to read and to write: updates under way end first."""
+    """Complete parameters to read and, with modifier_rank, to write: updates under way end first, and weights in
+    host memory are brought."""
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
-        self.enabled = enabled
+        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.write, self.enabled = modifier_rank is not None, enabled
 
     def __enter__(self):
+        self._stack = contextlib.ExitStack()
         if self.enabled:
             for optimizer in live_optimizers():
                 optimizer.synchronize()
+            self._stack.enter_context(gathered(self.params, write=self.write))
         return self
 
-    def __exit__(self, *_):
-        return None
+    def __exit__(self, *raised):
+        return self._stack.__exit__(*raised)
 
 
 def register_external_parameter(module, parameter):
@@ -58,5 +63,6 @@ def register_external_parameter(module, parameter):
 @contextlib.contextmanager
 def unwrap_model_for_generation(model):
     """The plain module, complete."""
-    with GatheredParameters(()):
-        yield getattr(model, "module", model)
+    plain = getattr(model, "module", model)
+    with torch.no_grad(), GatheredParameters(plain.parameters()):
+        yield plain

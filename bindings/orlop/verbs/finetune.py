@@ -10,10 +10,21 @@ SUMMARY = "full fine-tuning of a Hugging Face model under byte budgets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="one process on each of N GPUs of this machine (by mpirun); they share the model",
+    )
     add_option_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    config = config_from_args(args)
+    if args.gpus is not None and args.gpus != 1:
+        from ..launch import start_ranks
+
+        start_ranks(args.gpus, args.argv)
     from ..training import finetune
 
-    return finetune(config_from_args(args)).exit_code
+    return finetune(config).exit_code

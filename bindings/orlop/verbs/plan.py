@@ -11,6 +11,13 @@ SUMMARY = "memory and time of a run, without running it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for each of N processes on this machine (default 1)",
+    )
     add_option_flags(parser)
 
 
@@ -20,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_from_args(args)
     config.require("model")
-    report = _orlop.plan(config.model, engine_config(config, config.steps or 1))
+    report = _orlop.plan(config.model, engine_config(config, config.steps or 1), args.ranks)
     print(report.to_json() if args.json else report.to_text())
     return 0

@@ -1,0 +1,88 @@
+"""A parameter whose weights are in host memory for now: it has its shape, and refuses arithmetic."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from . import errors
+from .offloaded_gradient import METADATA
+
+_log = logging.getLogger("orlop")
+
+# What may be done with a parameter while its weights are away, besides asking about it.
+_ALLOWED = METADATA | {
+    torch.Tensor.grad.__get__,
+    torch.Tensor.grad.__set__,
+    torch.Tensor.grad.__delete__,
+    torch.Tensor.requires_grad.__set__,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.data_ptr,
+}
+_told: set[str] = set()
+
+
+class StreamedParameter(torch.nn.Parameter):
+    """The class of a parameter between two uses of its block. detach() gives a view of the host memory, so that
+    state_dict() is complete; copy_() writes there; to() and the like change nothing."""
+
+    def __repr__(self, **_):
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights in host memory)"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if func is torch._has_compatible_shallow_copy_type:
+            return True  # module.to() then sets data, which changes nothing
+        if func == torch.Tensor.data.__set__:
+            return _leave(first._orlop_entry, None)
+        if isinstance(first, StreamedParameter) and not any(
+            isinstance(a, StreamedParameter) for a in args[1:]
+        ):
+            entry = first._orlop_entry
+            if func is torch.Tensor.detach:
+                return entry.host_view()
+            if func == torch.Tensor.data.__get__:
+                return entry.host_view()
+            if func is torch.Tensor.copy_:
+                entry.write_host(args[1])
+                return first
+            if func in _MOVES:
+                return _leave(entry, first)
+        names = [a._orlop_entry.name for a in _streamed(args, kwargs)]
+        raise errors.UsageError(
+            f"{', '.join(names)}: the weights are in host memory; use them inside the forward of their own block, "
+            "or inside `with orlop.gathered(...):`"
+        )
+
+
+_MOVES = {
+    torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.half, torch.Tensor.bfloat16,
+    torch.Tensor.float, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.pin_memory,
+}  # fmt: skip
+
+
+def _leave(entry, parameter):
+    if "move" not in _told:
+        _told.add("move")
+        _log.warning("%s: weights that orlop.wrap manages stay where they are and as they are", entry.name)
+    return parameter
+
+
+def _streamed(*values):
+    for value in values:
+        if isinstance(value, StreamedParameter):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _streamed(*value)
+        elif isinstance(value, dict):
+            yield from _streamed(*value.values())

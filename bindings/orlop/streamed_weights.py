@@ -1,0 +1,335 @@
+"""Brings the weights of a block to the device when its forward or backward begins, and lets them go after."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+
+import torch
+
+from .streamed_parameter import StreamedParameter
+from .torch_support import flat
+
+
+class Entry:
+    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel)."""
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, device: torch.device):
+        self.parameter, self.name = parameter, name
+        self.kind = type(parameter)
+        self.bytes = parameter.numel() * parameter.element_size()
+        # The optimizer's copy takes its place where there is one.
+        self.host = flat(parameter).cpu().clone()
+        self.slot = None
+        self.version = parameter._version
+        parameter.data = torch.empty_strided(
+            parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
+        )
+        self.storage = parameter.untyped_storage()
+        parameter._orlop_entry = self
+        self.empty()
+
+    def host_view(self) -> torch.Tensor:
+        """The weights in host memory, in the parameter's shape; what is being written is waited for."""
+        self._wait()
+        return self.host.as_strided(self.parameter.size(), self.parameter.stride())
+
+    def write_host(self, value: torch.Tensor) -> None:
+        """Home and master become `value`."""
+        self._wait()
+        laid = torch.empty(self.host.shape, dtype=self.host.dtype)
+        laid.as_strided(self.parameter.size(), self.parameter.stride()).copy_(
+            value.expand(self.parameter.size())
+        )
+        if self.slot is not None:
+            self.slot.native.adopt_weights(self.slot.index, laid.data_ptr())
+        else:
+            self.host.copy_(laid)
+
+    def _wait(self) -> None:
+        if self.slot is not None:
+            self.slot.native.wait([self.slot.index])
+
+    def fill(self) -> None:
+        """Copies the weights from home. Autograd is not told: to it the weights never left."""
+        self._wait()
+        self.storage.resize_(self.bytes)
+        self.parameter.__class__ = self.kind
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.parameter):
+            flat(self.parameter).copy_(self.host, non_blocking=self.host.is_pinned())
+        self.version = self.parameter._version
+
+    def take_back(self) -> None:
+        """Home and master become what is on the device now."""
+        self.write_host(self.parameter.detach().cpu())
+        self.version = self.parameter._version
+
+    def empty(self) -> None:
+        self.parameter.__class__ = StreamedParameter
+        self.storage.resize_(0)
+
+
+class Block:
+    """Parameters that come and go together."""
+
+    def __init__(self, index: int, module: torch.nn.Module, entries: list[Entry]):
+        self.index, self.module, self.entries = index, module, entries
+        self.bytes = sum(entry.bytes for entry in entries)
+        self.here = False
+        self.stale = False  # here, but an update has changed the home since
+        self.resident = False  # never leaves
+        self.arrived = None  # event of a copy that the compute stream has not waited for
+        self.active = 0  # calls of its forward that have begun and not ended
+        self.callers: set[int] = set()  # blocks whose forward calls it
+        self.holds = 0  # gathered() sections, and those whose graph may still read it
+
+
+class _Link:
+    """What an optimizer's slot asks of its link, for weights that are fetched by their block instead."""
+
+    def __init__(self, manager, device_link):
+        self._manager, self._inner = weakref.ref(manager), device_link
+
+    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
+        """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
+        block = self._manager().block_of[parameter]
+        return flat(parameter).cpu() if block.here and not block.stale else parameter._orlop_entry.host
+
+    def write_weights(self, slot) -> None:
+        self._manager().block_of[slot.param].stale = True
+        self._manager().refresh()
+
+    def upload(self, native, slot, version) -> None:
+        """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
+        self._manager().block_of[slot.param].stale = True
+
+    def offload(self, grad, host):
+        if self._inner is not None:
+            return self._inner.offload(grad, host)
+        host.copy_(grad)
+        return None
+
+    def fence(self, arrival):
+        return self._inner.fence(arrival) if self._inner is not None else (0, 0)
+
+    def wait_upload(self, slot) -> None:
+        """A block waits when it is fetched."""
+
+
+class StreamedWeights:
+    """The blocks of one model. At rest only resident ones are on the device; in a pass two: the block at work
+    and the next one, which is fetched ahead in the order that was last observed."""
+
+    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None):
+        self.blocks = blocks
+        self.link = _Link(self, device_link)
+        self.device_link = device_link
+        self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
+        self._last: tuple[bool, int] | None = None
+        self._callback_of = -1  # graph task whose end is already asked for
+        self.fetches = self.prefetch_hits = 0
+        self.peak_blocks = 0
+        self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
+        self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
+        reference = weakref.ref(self)
+        self.handles = [
+            model.register_forward_hook(functools.partial(_leave_model, reference), always_call=True)
+        ]
+        for block in blocks:
+            bind = functools.partial
+            self.handles += [
+                block.module.register_forward_pre_hook(bind(_enter, reference, block.index)),
+                block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
+            ]
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        return parameter in self.entry_of
+
+    def home_is(self, slot) -> None:
+        """The optimizer has taken a parameter over: its copy of the weights is the home from now on."""
+        entry = self.entry_of[slot.param]
+        entry.slot, entry.host = slot, slot.host_weights
+
+    def resident_blocks(self) -> list[int]:
+        """Blocks whose weights are on the device now."""
+        return [block.index for block in self.blocks if block.here]
+
+    # --- moving ---------------------------------------------------------------------------------
+
+    def _fetch(self, block: Block) -> None:
+        if block.here and not block.stale:
+            return
+        self.fetches += 1
+        if self.device_link is not None:
+            up = self.device_link.up
+            compute = torch.cuda.current_stream(self.device_link.device)
+            up.wait_stream(compute)
+            for entry in block.entries:  # memory of the compute stream, written by the other one
+                entry.storage.resize_(entry.bytes)
+            with torch.cuda.stream(up):
+                for entry in block.entries:
+                    entry.fill()
+                block.arrived = torch.cuda.Event()
+                block.arrived.record(up)
+        else:
+            for entry in block.entries:
+                entry.fill()
+        block.here, block.stale = True, False
+        self.peak_blocks = max(self.peak_blocks, len(self.resident_blocks()))
+
+    def _arrive(self, block: Block) -> None:
+        if block.arrived is not None:
+            torch.cuda.current_stream(self.device_link.device).wait_event(block.arrived)
+            block.arrived = None
+
+    def release(self, block: Block) -> None:
+        if not block.here or block.resident or block.holds or block.active:
+            return
+        self._arrive(block)
+        for entry in block.entries:
+            entry.empty()
+        block.here = block.stale = False
+
+    def refresh(self) -> None:
+        """Blocks on the device that an update has passed by are fetched again."""
+        for block in self.blocks:
+            if block.here and block.stale:
+                self._fetch(block)
+                self._arrive(block)
+
+    def release_all(self) -> None:
+        for block in self.blocks:
+            self.release(block)
+
+    def need(self, index: int, backward: bool) -> None:
+        """Block `index` is used now: it is here afterwards, and the one that is likely next is on its way."""
+        block = self.blocks[index]
+        self.prefetch_hits += block.here and not block.stale and not block.resident
+        self._fetch(block)
+        self._arrive(block)
+        if self._last is not None and self._last[0] == backward and self._last[1] != index:
+            self._next[self._last] = index
+        self._last = (backward, index)
+        following = self._next.get(self._last, index - 1 if backward else index + 1)
+        keep = {index, following} | block.callers
+        for other in self.blocks:  # what was used before this point of the pass is done
+            if other.index not in keep:
+                self.release(other)
+        if 0 <= following < len(self.blocks) and self.device_link is not None:
+            self._fetch(self.blocks[following])
+
+    def begin_backward(self, index: int) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task != self._callback_of:
+            self._callback_of = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.need(index, backward=True)
+
+    def _end_backward(self) -> None:
+        self._callback_of = -1
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Forward of the whole model or backward is over: only resident blocks stay."""
+        self._last = None
+        self.release_all()
+
+    # --- gathering ------------------------------------------------------------------------------
+
+    def gather(self, parameters) -> list[Block]:
+        blocks = list({id(b): b for b in (self.block_of.get(p) for p in parameters) if b}.values())
+        for block in blocks:
+            self._fetch(block)
+            self._arrive(block)
+            block.holds += 1
+        return blocks
+
+    def scatter(self, blocks: list[Block], write: bool, keep: bool) -> None:
+        """Ends a gather. `keep`: a graph may hold the weights; they stay until the next step."""
+        for block in blocks:
+            for entry in block.entries:
+                if write or entry.version != entry.parameter._version:
+                    entry.take_back()
+            if not keep:
+                block.holds -= 1
+                self.release(block)
+
+    def leave_optimizer(self) -> None:
+        """The optimizer ends; its memory stays the home of the weights."""
+        for entry in self.entry_of.values():
+            entry._wait()
+            entry.slot = None
+
+    def restore(self) -> None:
+        """All weights on the device for good."""
+        for block in self.blocks:
+            self._fetch(block)
+            self._arrive(block)
+            block.resident = True
+        for handle in self.handles:
+            handle.remove()
+
+    def forget_holds(self) -> None:
+        for block in self.blocks:
+            block.holds = 0
+        self.release_all()
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors(vars(value))
+
+
+def _enter(manager, index, *_):
+    manager = manager()
+    if manager is None:
+        return
+    if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
+        manager.begin_backward(index)
+        return
+    block = manager.blocks[index]
+    block.callers |= {other.index for other in manager.blocks if other.active and other is not block}
+    manager.need(index, backward=False)
+    block.active += 1
+
+
+def _leave(manager, index, _module, _args, output):
+    manager = manager()
+    if manager is None:
+        return
+    block = manager.blocks[index]
+    if torch.is_grad_enabled() and output is not None:
+        reference = weakref.ref(manager)
+        seen = False
+        for tensor in _tensors(output):
+            seen = True
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(_before_backward, reference, index))
+        if not seen:  # nothing tells when its backward begins: it stays until the next step
+            block.holds += 1
+    if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
+        block.active = max(0, block.active - 1)
+        manager.release(block)
+
+
+def _leave_model(manager, *_):
+    manager = manager()
+    if manager is not None and torch._C._current_graph_task_id() == -1:
+        for block in manager.blocks:
+            block.active = 0
+        manager.end_pass()
+
+
+def _before_backward(manager, index, _gradient):
+    manager = manager()
+    if manager is not None:
+        manager.begin_backward(index)

@@ -1,0 +1,178 @@
+"""Door 2: any nn.Module with the weights of its blocks in host memory, brought to the device block by block."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from . import errors
+from .torch_support import check_parameter, require_torch
+
+torch = require_torch("orlop.wrap")
+
+from .adamw import AdamW  # noqa: E402
+from .device_link import DeviceLink  # noqa: E402
+from .forward_gate import find_blocks  # noqa: E402
+from .streamed_weights import Block, Entry, StreamedWeights  # noqa: E402
+
+_streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **options):
+    """(model, optimizer): the same module, whose blocks are fetched for their forward and backward.
+
+    optimizer: a torch AdamW or Adam over the model's parameters (groups, hyperparameters and state are taken
+        over), a mapping of arguments of orlop.AdamW, or None for evaluation only.
+    config: "auto", or a mapping, YAML or JSON with limits.gpu: bytes for weights on the device ("24GiB"); as many
+        blocks as fit beside two for streaming stay there. "auto" takes what is free on a GPU less a reserve.
+    blocks: the modules that come and go; by default the members of the outermost ModuleLists.
+    device: where the model runs; by default where it is. A model on the CPU that is larger than the GPU is
+        wrapped with device="cuda": its blocks never are there all at once.
+    options: further arguments of orlop.AdamW.
+
+    Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states.
+    """
+    if model in _streams:
+        raise errors.UsageError("orlop.wrap: this model is wrapped already; orlop.unwrap(model) first")
+    limit = _limit_bytes(config)
+    names = {p: name for name, p in model.named_parameters()}
+    for p, name in names.items():
+        check_parameter(p, name)
+    first = next(iter(names)).device if names else torch.device("cpu")
+    device = first if device is None else torch.empty(0, device=device).device
+    modules = find_blocks(model) if blocks is None else list(blocks)
+    made = _make_blocks(model, modules, names, device)
+    _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
+    manager = StreamedWeights(model, made, DeviceLink(device) if device.type == "cuda" else None)
+    _keep_resident(made, limit, device)
+    wrapped = _make_optimizer(model, optimizer, manager, options)
+    _streams[model] = manager
+    return model, wrapped
+
+
+def unwrap(model):
+    """Brings all weights back to the device for good; an optimizer is to be closed before."""
+    manager = _streams.pop(model, None)
+    if manager is None:
+        raise errors.UsageError("orlop.unwrap: this model is not wrapped")
+    manager.restore()
+    return model
+
+
+def stream_of(model):
+    """What moves the blocks of a wrapped model: counts of fetches, blocks on the device now and at most."""
+    return _streams[model]
+
+
+def _move_rest(model, streamed, device) -> None:
+    with torch.no_grad():
+        for module in model.modules():
+            for p in module._parameters.values():
+                if p is not None and p not in streamed and p.device != device:
+                    p.data = p.data.to(device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+
+
+def _limit_bytes(config) -> int | None:
+    if config == "auto":
+        return None
+    if isinstance(config, (str, Path)):
+        from .config import read_config_file
+
+        config = read_config_file(Path(config))
+    if not isinstance(config, Mapping):
+        raise errors.UsageError(f"orlop.wrap: config = {config!r} is neither 'auto', a mapping nor a file")
+    if "zero_optimization" in config:
+        raise errors.UsageError("orlop.wrap: this is a DeepSpeed configuration; use orlop.deepspeed_compat")
+    limits = dict(config.get("limits", config))
+    unknown = sorted(set(config) - {"limits"} if "limits" in config else set(limits) - {"gpu"})
+    if unknown or set(limits) - {"gpu"}:
+        wrong = unknown or sorted(set(limits) - {"gpu"})
+        raise errors.UsageError(f"orlop.wrap: config key {wrong[0]!r} is not known; limits.gpu is")
+    value = limits.get("gpu")
+    if isinstance(value, str):
+        from .config import parse_bytes
+
+        return parse_bytes(value)
+    return value
+
+
+def _make_blocks(model, modules, names, device) -> list[Block]:
+    inside = set(model.modules())
+    uses: dict[torch.Tensor, int] = {}
+    for module in modules:
+        if module not in inside:
+            raise errors.UsageError(
+                f"orlop.wrap: a {type(module).__name__} of blocks= is no part of the model"
+            )
+        for p in set(module.parameters()):
+            uses[p] = uses.get(p, 0) + 1
+    in_blocks = {m for module in modules for m in module.modules()}
+    for module in inside - in_blocks:  # tied to something outside
+        for p in module._parameters.values():
+            if p is not None and p in uses:
+                uses[p] += 1
+    nested = [m for module in modules for m in module.modules() if m is not module and m in set(modules)]
+    if nested:
+        raise errors.UsageError(
+            f"orlop.wrap: a {type(nested[0]).__name__} of blocks= lies inside another of them"
+        )
+    made = []
+    for index, module in enumerate(modules):
+        entries = [Entry(p, names[p], device) for p in module.parameters() if uses[p] == 1 and p.numel() > 0]
+        made.append(Block(index, module, entries))
+    return made
+
+
+def _make_optimizer(model, optimizer, manager, options):
+    options = {"module": model, **options, "gradients": "leave", "stream": manager}
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Mapping):
+        return AdamW(model.parameters(), **{**dict(optimizer), **options})
+    if isinstance(optimizer, AdamW):
+        raise errors.UsageError("orlop.wrap: give the arguments of orlop.AdamW or a torch optimizer")
+    return AdamW.from_torch(optimizer, **options)
+
+
+def _keep_resident(blocks, limit, device) -> None:
+    """Blocks from the end of the model, whose backward comes first, stay as long as the limit lasts."""
+    if limit is None:
+        limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 0
+        bounded = False
+    else:
+        bounded = True
+    window = 2 * max((block.bytes for block in blocks), default=0)
+    total = sum(block.bytes for block in blocks)
+    if bounded and total > limit and window > limit:
+        raise errors.DoesNotFitError(
+            f"orlop.wrap: limits.gpu is {limit} bytes, two blocks at a time need {window} and all of them {total}; "
+            "raise the limit or give smaller blocks="
+        )
+    room = total if total <= limit else max(0, limit - window)
+    for block in reversed(blocks):
+        if block.bytes > room:
+            break
+        room -= block.bytes
+        block.resident = True
+
+
+@contextlib.contextmanager
+def gathered(what, write=False):
+    """The weights of a module or of parameters on the device, to read or, with write, to change.
+
+    In a graph that is built inside, they count as ordinary weights until the next step of the optimizer.
+    """
+    parameters = list(what.parameters()) if isinstance(what, torch.nn.Module) else list(what)
+    managers = [m for m in _streams.values() if any(m.owns(p) for p in parameters)]
+    held = [(manager, manager.gather(parameters)) for manager in managers]
+    keep = torch.is_grad_enabled() and not write
+    try:
+        yield
+    finally:
+        for manager, blocks in held:
+            manager.scatter(blocks, write, keep)

@@ -1,0 +1,91 @@
+#include "comm/rendezvous.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "orlop/error.h"
+
+namespace orlop {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+RankIds ids_of(const Variables& variables) {
+  return read_rank_ids([&](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end()) return std::nullopt;
+    return found->second;
+  });
+}
+
+std::string error_of(const Variables& variables) {
+  try {
+    ids_of(variables);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(RendezvousTest, OneRankWithoutALauncher) { EXPECT_EQ(ids_of({}), RankIds{}); }
+
+TEST(RendezvousTest, ReadsEveryLauncher) {
+  EXPECT_EQ(ids_of({{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}}),
+            (RankIds{Launcher::kTorchrun, 5, 8, 1}));
+  EXPECT_EQ(ids_of({{"OMPI_COMM_WORLD_RANK", "2"},
+                    {"OMPI_COMM_WORLD_SIZE", "3"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "2"}}),
+            (RankIds{Launcher::kMpirun, 2, 3, 2}));
+  EXPECT_EQ(ids_of({{"SLURM_PROCID", "3"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_LOCALID", "1"}}),
+            (RankIds{Launcher::kSrun, 3, 4, 1}));
+}
+
+TEST(RendezvousTest, ABatchScriptOfSlurmIsOneRank) {
+  EXPECT_EQ(ids_of({{"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_NTASKS", "4"}}),
+            RankIds{});
+}
+
+TEST(RendezvousTest, LaunchersThatAgreeAreOne) {
+  Variables both{{"RANK", "1"},
+                 {"WORLD_SIZE", "2"},
+                 {"LOCAL_RANK", "1"},
+                 {"OMPI_COMM_WORLD_RANK", "1"},
+                 {"OMPI_COMM_WORLD_SIZE", "2"},
+                 {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}};
+  EXPECT_EQ(ids_of(both), (RankIds{Launcher::kMpirun, 1, 2, 1}));
+  both["WORLD_SIZE"] = "4";
+  EXPECT_THAT(error_of(both), testing::AllOf(testing::HasSubstr("rank 1 of 4 by torchrun"),
+                                             testing::HasSubstr("rank 1 of 2 by mpirun")));
+}
+
+TEST(RendezvousTest, WhatIsMissingIsNamed) {
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"LOCAL_RANK", "0"}}),
+              testing::HasSubstr("WORLD_SIZE is not set"));
+  EXPECT_THAT(error_of({{"WORLD_SIZE", "2"}}),
+              testing::HasSubstr("RANK and LOCAL_RANK is not set"));
+  EXPECT_THAT(error_of({{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_PROCID", "0"}}),
+              testing::HasSubstr("SLURM_LOCALID"));
+}
+
+TEST(RendezvousTest, RefusesWhatContradictsItself) {
+  EXPECT_THAT(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}}),
+              testing::HasSubstr("RANK=2, WORLD_SIZE=2"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}}),
+              testing::HasSubstr("LOCAL_RANK=1"));
+  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "0"}, {"LOCAL_RANK", "0"}}),
+              testing::HasSubstr("WORLD_SIZE=0"));
+  for (const char* text : {"", "x", "-1", "1.5", "2 "}) {
+    EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", text}, {"LOCAL_RANK", "0"}}),
+                testing::HasSubstr("WORLD_SIZE='" + std::string(text) + "'"));
+  }
+}
+
+TEST(RendezvousTest, RanksWithoutGpusNeedAnMpiLauncher) {
+  EXPECT_THROW(join_through_mpi({Launcher::kTorchrun, 0, 2, 0}, {}), Error);
+}
+
+}  // namespace
+}  // namespace orlop

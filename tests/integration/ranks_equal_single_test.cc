@@ -1,0 +1,289 @@
+// Several ranks that share a model compute what one rank computes on the same global batch: within
+// the rounding of sums in another order for another number of ranks, bit for bit for every
+// placement and ZeRO stage at one number.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "orlop/error.h"
+#include "tests/formats/support.h"
+#include "tests/support/rank_run.h"
+#include "tests/support/tiny_model.h"
+
+namespace orlop::test {
+namespace {
+
+constexpr double kLossBound = 1e-5;  // relative, fp32, learning rate 1e-4
+
+// Twelve micro-batches a step: 12, 6, 4 or 3 per rank.
+EngineConfig rank_config(Precision precision) {
+  EngineConfig config = tiny_engine_config(precision);
+  config.batch.accumulation_steps = 12;
+  config.batch.micro_batch_size = 1;
+  config.optimizer.learning_rate = 1e-4;
+  return config;
+}
+
+void expect_close(const std::vector<double>& expected, const std::vector<double>& found,
+                  const std::string& what) {
+  ASSERT_EQ(expected.size(), found.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_NEAR(found[i], expected[i], kLossBound * expected[i]) << what << ", step " << i + 1;
+  }
+}
+
+class RanksEqualSingle : public ::testing::TestWithParam<TinyFamily> {
+ protected:
+  RanksEqualSingle() { write_tiny_model(folder_.path(), GetParam()); }
+  std::string model() const { return folder_.path().string(); }
+
+ private:
+  TempFolder folder_;
+};
+
+// The last step has one micro-batch less: with 2, 3 and 4 ranks one of them does less than the
+// others, so that the weight of every token must be that of all ranks.
+TEST_P(RanksEqualSingle, InTheFirstTwentyLosses) {
+  const EngineConfig config = rank_config(Precision::kF32);
+  const auto engine = Engine::open(model(), config);
+  EXPECT_EQ(engine->world_size(), 1);
+  const RunRecord single = run(*engine, {});
+  for (const int ranks : {1, 2, 3, 4}) {
+    const RunRecord found = run_on_ranks(ranks, model(), config, {});
+    expect_close(single.losses, found.losses, std::to_string(ranks) + " ranks");
+    expect_close(single.norms, found.norms, std::to_string(ranks) + " ranks, norms");
+    if (ranks == 1) {
+      EXPECT_TRUE(same_bits(single, found));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, RanksEqualSingle,
+                         ::testing::Values(TinyFamily::kLlama, TinyFamily::kLlamaTied,
+                                           TinyFamily::kQwen3, TinyFamily::kGpt2),
+                         [](const auto& info) { return family_name(info.param); });
+
+struct Case {
+  const char* name;
+  TinyFamily family;
+  Precision precision;
+  DType moments;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+class RanksEqualEachOther : public ::testing::TestWithParam<Case> {
+ protected:
+  RanksEqualEachOther() {
+    write_tiny_model(folder_.path(), GetParam().family);
+    config_ = rank_config(GetParam().precision);
+    config_.optimizer.learning_rate = 5e-3;
+    config_.optimizer.moments = GetParam().moments;
+  }
+  std::string model() const { return folder_.path().string(); }
+
+  EngineConfig config_;
+
+ private:
+  TempFolder folder_;
+};
+
+struct Variant {
+  const char* name;
+  std::function<void(EngineConfig&)> change;
+  bool evaluate_between = false;
+};
+
+std::vector<Variant> variants() {
+  return {{"stage 3", [](EngineConfig& c) { c.placement.resident_blocks = 0; }},
+          {"stage 3, states on a drive that the ranks share",
+           [](EngineConfig& c) {
+             static const TempFolder folder;
+             c.nvme.paths = {folder.path().string()};
+             c.placement.resident_blocks = 1;
+             c.placement.nvme_optimizer_blocks = 4;
+             c.placement.nvme_param_blocks = 3;
+             c.placement.swap_chunk = 4096;
+           }},
+          {"stage 3, no prefetch, waves of one",
+           [](EngineConfig& c) {
+             c.placement.resident_blocks = 0;
+             c.placement.prefetch_depth = 0;
+             c.placement.wave = 1;
+             c.placement.activations_on_device = false;
+           }},
+          {"between the stages, waves of two",
+           [](EngineConfig& c) {
+             c.placement.resident_blocks = 2;
+             c.placement.prefetch_depth = 3;
+             c.placement.wave = 2;
+           }},
+          {"stage 3, optimizer of 3 blocks on the device",
+           [](EngineConfig& c) {
+             c.placement.resident_blocks = 0;
+             c.placement.device_optimizer_blocks = 3;
+           }},
+          {"stage 2, optimizer on the device",
+           [](EngineConfig& c) {
+             c.placement.resident_blocks = 5;
+             c.placement.device_optimizer_blocks = 5;
+           }},
+          {"update beside the next forward", [](EngineConfig& c) { c.threads = 5; }},
+          {"evaluation between steps", [](EngineConfig&) {}, true}};
+}
+
+TEST_P(RanksEqualEachOther, ForEveryStageAndPlacement) {
+  const RunOptions options{.until = 6, .last = 6};
+  for (const int ranks : {2, 3}) {
+    EngineConfig config = config_;
+    config.placement.resident_blocks = 5;  // stage 1 and 2: the whole weights stay on the device
+    const RunRecord expected = run_on_ranks(ranks, model(), config, options);
+    ASSERT_TRUE(std::isfinite(expected.losses.back()));
+    EXPECT_LE(std::count(expected.skipped.begin(), expected.skipped.end(), true), 5) << "it trains";
+    for (const Variant& variant : variants()) {
+      config = config_;
+      variant.change(config);
+      RunOptions run_options = options;
+      run_options.evaluate_between = variant.evaluate_between;
+      EXPECT_TRUE(same_bits(expected, run_on_ranks(ranks, model(), config, run_options)))
+          << ranks << " ranks, " << variant.name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , RanksEqualEachOther,
+    ::testing::Values(Case{"fp32", TinyFamily::kLlama, Precision::kF32, DType::kF32},
+                      Case{"bf16", TinyFamily::kLlamaTied, Precision::kBF16, DType::kF32},
+                      Case{"bf16_rounded_moments", TinyFamily::kQwen3, Precision::kBF16,
+                           DType::kBF16},
+                      Case{"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}),
+    [](const auto& info) { return info.param.name; });
+
+class Ranks : public ::testing::Test {
+ protected:
+  Ranks() { write_tiny_model(folder_.path(), TinyFamily::kLlama); }
+  std::string model() const { return folder_.path().string(); }
+
+ private:
+  TempFolder folder_;
+};
+
+// A gradient that is not finite on one rank is every rank's: all skip the step, at the same scale,
+// and name the same element.
+TEST(RanksNonFinite, SkipTheSameSteps) {
+  const TempFolder folder;
+  const TinyShape shape;
+  write_tiny_model(folder.path(), TinyFamily::kGpt2, shape,
+                   [&](const std::string& name, std::vector<float>& values) {
+                     if (name != "transformer.wpe.weight") return;
+                     const auto row = values.begin() + 15 * shape.hidden;
+                     std::fill(row, row + shape.hidden, 3e38f);
+                   });
+  const auto batches_of = [&](const EngineConfig& config, bool with_bad) {
+    std::vector<MicroBatch> batches = random_batches(12, config.batch, 61, 3);
+    for (MicroBatch& batch : batches) batch.cu_seqlens = {0, 8, 16};
+    if (with_bad) batches[5].cu_seqlens = {0, 16};  // of one rank, whatever their number
+    return batches;
+  };
+  for (const Precision precision : {Precision::kF16, Precision::kBF16}) {
+    EngineConfig config = rank_config(precision);
+    std::vector<StepResult> expected;
+    const auto step_twice = [&](Engine& engine) {
+      std::vector<StepResult> results;
+      for (const bool bad : {true, false}) {
+        results.push_back(
+            engine.step(share_of(batches_of(config, bad), engine.rank(), engine.world_size())));
+      }
+      return results;
+    };
+    expected = step_twice(*Engine::open(folder.path().string(), config));
+    ASSERT_TRUE(expected[0].skipped);
+    ASSERT_FALSE(expected[1].skipped);
+    for (const int ranks : {2, 3, 4}) {
+      EngineConfig part = config;
+      part.batch.accumulation_steps = 12 / ranks;
+      run_engines(ranks, folder.path().string(), part, [&](Engine& engine) {
+        const States before = read_states(engine);
+        const std::vector<StepResult> found = step_twice(engine);
+        for (size_t i = 0; i < 2; ++i) {
+          EXPECT_EQ(found[i].skipped, expected[i].skipped);
+          EXPECT_EQ(found[i].nonfinite, expected[i].nonfinite);
+          EXPECT_EQ(found[i].loss_scale, expected[i].loss_scale);
+        }
+        EXPECT_EQ(found[1].step, 1);
+        EXPECT_FALSE(same_states(before, read_states(engine)));
+      });
+    }
+  }
+}
+
+TEST_F(Ranks, RefuseTogetherWhatOneIsGiven) {
+  EngineConfig config = rank_config(Precision::kBF16);
+  config.batch.accumulation_steps = 2;
+  std::atomic<int> refused{0};
+  run_engines(3, model(), config, [&](Engine& engine) {
+    std::vector<MicroBatch> batches = random_batches(2, config.batch, 61, 5);
+    std::vector<MicroBatch> bad = batches;
+    if (engine.rank() == 1) bad[1].tokens[3] = 61;
+    const States before = read_states(engine);
+    try {
+      engine.step(bad);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidData);
+      EXPECT_THAT(error.what(), testing::HasSubstr("token id 61 at position 3"));
+      if (engine.rank() != 1) {
+        EXPECT_THAT(error.what(), testing::HasSubstr("rank 1: "));
+      }
+      refused.fetch_add(1);
+    }
+    EXPECT_TRUE(same_states(before, read_states(engine)));
+    EXPECT_EQ(engine.step(batches).step, 1);
+  });
+  EXPECT_EQ(refused.load(), 3);
+}
+
+TEST_F(Ranks, WithoutMicroBatchesEndTogetherWithTheOthers) {
+  const EngineConfig config = rank_config(Precision::kF32);
+  const std::vector<MicroBatch> batches = random_batches(2, config.batch, 61, 5);
+  const auto single = Engine::open(model(), config);
+  const StepResult expected = single->step(batches);
+  const double expected_eval = single->evaluate(batches).loss;
+  run_engines(4, model(), config, [&](Engine& engine) {
+    const std::vector<MicroBatch> share = share_of(batches, engine.rank(), 4);
+    const StepResult found = engine.step(share);
+    EXPECT_NEAR(found.loss, expected.loss, kLossBound * expected.loss);
+    EXPECT_NEAR(found.grad_norm, expected.grad_norm, kLossBound * expected.grad_norm);
+    EXPECT_EQ(found.labelled_tokens, expected.labelled_tokens);
+    EXPECT_EQ(found.tokens, expected.tokens);
+    EXPECT_NEAR(engine.evaluate(share).loss, expected_eval, kLossBound * expected_eval);
+    EXPECT_THROW(engine.step({}), Error) << "no rank has any";
+  });
+}
+
+TEST_F(Ranks, KeepAPartOfTheStatesEach) {
+  const EngineConfig config = rank_config(Precision::kBF16);
+  const size_t whole = Engine::plan(model(), config).state_bytes;
+  for (const int ranks : {2, 3, 4}) {
+    const PlanReport report = Engine::plan(model(), config, ranks);
+    EXPECT_EQ(report.ranks, ranks);
+    EXPECT_EQ(report.tokens_per_step, ranks * Engine::plan(model(), config).tokens_per_step);
+    EXPECT_NE(report.to_text().find("each of " + std::to_string(ranks) + " ranks"),
+              std::string::npos);
+    const size_t part = report.state_bytes;
+    const size_t padding = 5u * 128 * 12;  // of each FlatParam less than one granule
+    EXPECT_GE(part * static_cast<size_t>(ranks), whole);
+    EXPECT_LE(part, whole / static_cast<size_t>(ranks) + padding);
+  }
+}
+
+}  // namespace
+}  // namespace orlop::test

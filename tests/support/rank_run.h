@@ -1,0 +1,29 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "orlop/engine.h"
+#include "tests/support/engine_run.h"
+
+namespace orlop::test {
+
+// Opens an engine on each of `world_size` threads, the ranks of one run, and calls `body` there.
+// The first error of a rank is thrown here.
+void run_engines(int world_size, const std::string& model, const EngineConfig& config,
+                 const std::function<void(Engine&)>& body);
+
+// What rank `rank` of `world_size` does of a step's micro-batches: every world_size-th.
+std::vector<MicroBatch> share_of(const std::vector<MicroBatch>& batches, int rank, int world_size);
+
+// The steps of run() with the step's micro-batches shared by the ranks of `engine`;
+// config.batch.accumulation_steps is that of all ranks together.
+RunRecord run_share(Engine& engine, int64_t all_micro_batches, const RunOptions& options);
+
+// A run on threads; every rank must see the same losses, norms and states, which are returned.
+RunRecord run_on_ranks(int world_size, const std::string& model, EngineConfig config,
+                       const RunOptions& options);
+
+}  // namespace orlop::test

@@ -1,0 +1,130 @@
+// The step of one of several ranks.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "orlop/error.h"
+#include "tests/zero/plan_input.h"
+#include "zero/hardware_profile.h"
+#include "zero/plan_check.h"
+#include "zero/simulate.h"
+#include "zero/step_plan.h"
+
+namespace orlop {
+namespace {
+
+PlanInput rank_input(int world_size) {
+  PlanInput input = test::small_input(4, 3);
+  input.world_size = world_size;
+  return input;
+}
+
+// `resident` of the last FlatParams stay on the device, whole; the first `on_device` have their
+// part of the states there.
+PlacementPlan placement(const PlanInput& input, int resident, int on_device, int wave) {
+  PlacementPlan plan;
+  const size_t params = input.layout.flat_params.size();
+  plan.params.resize(params);
+  plan.wave = wave;
+  plan.prefetch_depth = wave;
+  for (int i = 0; i < resident; ++i)
+    plan.params[params - 1 - static_cast<size_t>(i)].resident = true;
+  for (int i = 0; i < on_device; ++i) {
+    plan.params[static_cast<size_t>(i)].optimizer = Tier::kDevice;
+  }
+  return plan;
+}
+
+using Sums = std::vector<std::pair<int, int64_t>>;  // FlatParam and count, in order
+
+Sums sums_over_ranks(const PlanInput& input, const StepPlan& plan) {
+  Sums sums;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kReduceScatter) sums.push_back({op.param, input.shard_numel(op.param)});
+  }
+  return sums;
+}
+
+int count(const StepPlan& plan, OpKind kind) {
+  return static_cast<int>(std::count_if(plan.ops.begin(), plan.ops.end(),
+                                        [&](const PlanOp& op) { return op.kind == kind; }));
+}
+
+TEST(RankPlan, EveryStageProvesItselfAndSumsAlike) {
+  for (const int world_size : {2, 3, 4, 7}) {
+    const PlanInput input = rank_input(world_size);
+    const int params = static_cast<int>(input.layout.flat_params.size());
+    const Sums expected =
+        sums_over_ranks(input, make_train_plan(input, placement(input, params, 0, 3)));
+    ASSERT_EQ(expected.size(), static_cast<size_t>(params));
+    for (int resident = 0; resident <= params; ++resident) {
+      for (int on_device = 0; on_device <= params; on_device += 2) {
+        for (int wave = 1; wave <= 3; ++wave) {
+          const PlacementPlan plan = placement(input, resident, on_device, wave);
+          const StepPlan train = make_train_plan(input, plan);
+          ASSERT_NO_THROW(plan_check(input, plan, train, true))
+              << world_size << " ranks, resident " << resident << ", shards " << on_device;
+          ASSERT_NO_THROW(plan_check(input, plan, make_eval_plan(input, plan), false));
+          EXPECT_EQ(sums_over_ranks(input, train), expected) << "the order of sums is their bits";
+          EXPECT_EQ(count(train, OpKind::kGatherNorms), 1);
+        }
+      }
+    }
+  }
+}
+
+// Whole copies are gathered once per step; parts are gathered for every stay on the device.
+TEST(RankPlan, StagesDifferInHowOftenTheyGather) {
+  const PlanInput input = rank_input(2);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  const StepPlan whole = make_train_plan(input, placement(input, params, 0, 3));
+  const StepPlan parts = make_train_plan(input, placement(input, 0, 0, 3));
+  EXPECT_EQ(count(whole, OpKind::kAllGather), params);
+  EXPECT_GT(count(parts, OpKind::kAllGather), params);
+  EXPECT_LT(parts.device_bytes, whole.device_bytes);
+  EXPECT_EQ(parts.host_bytes, whole.host_bytes);
+}
+
+TEST(RankPlan, OneRankHasNoCollectives) {
+  const PlanInput input = rank_input(1);
+  const StepPlan plan = make_train_plan(input, placement(input, 2, 2, 1));
+  for (const PlanOp& op : plan.ops) EXPECT_NE(op.lane, PlanLaneKind::kComm) << op_name(op.kind);
+}
+
+TEST(RankPlan, RanksShareStatesAndLinks) {
+  const PlanInput one = rank_input(1);
+  const PlanInput four = rank_input(4);
+  const int params = static_cast<int>(one.layout.flat_params.size());
+  for (int param = 0; param < params; ++param) {
+    const size_t granule_bytes = 128 * 12;
+    EXPECT_GE(4 * four.state_bytes(param), one.state_bytes(param));
+    EXPECT_LT(four.state_bytes(param), one.state_bytes(param) / 4 + granule_bytes);
+  }
+  const HardwareProfile profile = default_profile("host", true, 2);
+  const auto upload_seconds = [&](const PlanInput& input) {
+    const Simulation time =
+        simulate(input, make_train_plan(input, placement(input, 0, 0, 3)), profile);
+    return time.busy_seconds[static_cast<size_t>(PlanLaneKind::kUpload)];
+  };
+  EXPECT_LT(upload_seconds(four), upload_seconds(one));
+}
+
+TEST(PlanCheck, FindsWeightsThatNotAllRanksHaveBrought) {
+  const PlanInput input = rank_input(2);
+  const PlacementPlan where = placement(input, 0, 0, 3);
+  for (const OpKind kind : {OpKind::kAllGather, OpKind::kReduceScatter}) {
+    StepPlan plan = make_train_plan(input, where);
+    const auto op = std::find_if(plan.ops.begin(), plan.ops.end(),
+                                 [&](const PlanOp& candidate) { return candidate.kind == kind; });
+    ASSERT_NE(op, plan.ops.end());
+    op->kind = OpKind::kZeroGrad;  // touches the same bytes at the same place
+    EXPECT_THROW(plan_check(input, where, plan, true), Error) << op_name(kind);
+  }
+}
+
+}  // namespace
+}  // namespace orlop
