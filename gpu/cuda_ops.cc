@@ -46,6 +46,9 @@ CudaOps::CudaOps(const CudaOpsOptions& options)
 
 void CudaOps::matmul(Queue& queue, const MatmulArgs& args) {
   const Issue issue(queue, "matmul");
+  check(!args.accumulate || args.out_dtype == DType::kF32, ErrorCode::kUsage,
+        "matmul {}x{}x{}: accumulation needs an F32 result, not {}", args.m, args.n, args.k,
+        dtype_name(args.out_dtype));
   if (own_kernels_only_) return kernels::plain_matmul(args, issue.stream());
   matmul_.run(issue.queue(), args);
 }

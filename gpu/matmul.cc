@@ -286,9 +286,6 @@ void CublasMatmul::launch(CudaQueue& queue, const Plan& plan, const cublasLtMatm
 
 void CublasMatmul::run(CudaQueue& queue, const MatmulArgs& args) {
   if (args.m == 0 || args.n == 0) return;
-  check(!args.accumulate || args.out_dtype == DType::kF32, ErrorCode::kUsage,
-        "matmul {}x{}x{}: accumulation needs an F32 result, not {}", args.m, args.n, args.k,
-        dtype_name(args.out_dtype));
   if (args.k == 0) return kernels::plain_matmul(args, queue.stream());
   const std::lock_guard lock(mutex_);
   const Plan& plan = plan_for(queue, args);

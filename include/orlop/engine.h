@@ -109,8 +109,8 @@ class ORLOP_EXPORT Engine {
   // Writes run_dir/step-N/ (states, manifest last, rename) and keeps the newest `keep`.
   // `user_state` is stored in the manifest and given back by load_checkpoint: the place for the
   // data loader's position. Returns the folder's path. Until the manifest is written and the folder
-  // has its name, the last checkpoint is the newest. All ranks together, into one folder that all of
-  // them see; each writes its part.
+  // has its name, the last checkpoint is the newest. All ranks together, into one folder that all
+  // of them see; each writes its part.
   //
   // In the background the next step's update of a block waits until the block is written, or copied
   // to LimitsConfig::snapshot_bytes; plan().save_stall_seconds is what that is expected to cost. An
