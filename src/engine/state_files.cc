@@ -75,13 +75,13 @@ struct PlanePiece {
 };
 
 void write_plane(SafetensorsWriter& writer, StateStore& states, const PlanePiece& piece) {
-  const auto& [param, segment, plane, range] = piece;
-  const DType dtype = stored_dtype(plane.first, states.planes(param).moment_dtype);
-  const std::string name = segment.name + plane.second;
-  const ElementRange own = states.own_part(param, segment.offset, segment.numel);
+  const Segment& segment = piece.segment;
+  const DType dtype = stored_dtype(piece.plane.first, states.planes(piece.param).moment_dtype);
+  const std::string name = segment.name + piece.plane.second;
+  const ElementRange own = states.own_part(piece.param, segment.offset, segment.numel);
   std::vector<uint16_t> halves;
-  for_pieces(range, [&](int64_t first, std::span<float> values) {
-    states.read(param, plane.first, first, values);
+  for_pieces(piece.range, [&](int64_t first, std::span<float> values) {
+    states.read(piece.param, piece.plane.first, first, values);
     std::span<const std::byte> bytes = std::as_bytes(values);
     if (dtype == DType::kBF16) {
       halves.resize(values.size());
