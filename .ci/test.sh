@@ -45,8 +45,8 @@ sanitized() {  # PRESET
 threads_under_tsan() {
   cmake --preset tsan "${launcher[@]}" -DPython_EXECUTABLE="$PWD/$python" > "$results/configure-tsan.log" ||
     { cat "$results/configure-tsan.log"; return 1; }
-  ninja -C build-tsan -j "$jobs" --quiet base_test memory_test host_queue_test communicator_test
-  plain_addresses ctest --preset tsan -R '^(base|memory|host_queue|communicator)_test$' \
+  ninja -C build-tsan -j "$jobs" --quiet base_test memory_test host_queue_test communicator_test optimizer_queue_test
+  plain_addresses ctest --preset tsan -R '^(base|memory|host_queue|communicator|optimizer_queue)_test$' \
     --output-junit "$PWD/$results/ctest-tsan.xml"
 }
 

@@ -26,19 +26,8 @@ std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.mod
 class MpiFailureTest : public testing::TestWithParam<Case> {};
 
 TEST_P(MpiFailureTest, EveryOtherRankIsTold) {
-  std::vector<std::string> command = {ORLOP_MPIEXEC,
-                                      "-n",
-                                      std::to_string(kRanks),
-                                      "--oversubscribe",
-                                      "--enable-recovery",
-                                      "--mca",
-                                      "btl",
-                                      "self,vader",
-                                      "--mca",
-                                      "btl_vader_single_copy_mechanism",
-                                      "none",
-                                      ORLOP_MPI_WORKER,
-                                      GetParam().mode};
+  const std::vector<std::string> command =
+      mpi_command(ORLOP_MPIEXEC, kRanks, {ORLOP_MPI_WORKER, GetParam().mode});
   const auto begin = std::chrono::steady_clock::now();
   ChildProcess run(command);
   int told = 0;

@@ -16,22 +16,10 @@
 namespace orlop::test {
 namespace {
 
-// The launcher keeps the others alive when one rank dies, so that they must notice by themselves.
 std::vector<std::string> launch(int ranks, const std::vector<std::string>& arguments) {
-  std::vector<std::string> command = {ORLOP_MPIEXEC,
-                                      "-n",
-                                      std::to_string(ranks),
-                                      "--oversubscribe",
-                                      "--enable-recovery",
-                                      "--mca",
-                                      "btl",
-                                      "self,vader",
-                                      "--mca",
-                                      "btl_vader_single_copy_mechanism",
-                                      "none",
-                                      ORLOP_RANK_WORKER};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  return command;
+  std::vector<std::string> program = {ORLOP_RANK_WORKER};
+  program.insert(program.end(), arguments.begin(), arguments.end());
+  return mpi_command(ORLOP_MPIEXEC, ranks, program);
 }
 
 class MpiRanks : public ::testing::Test {

@@ -579,6 +579,23 @@ def test_killed_while_saving(tmp_path, tags):
     assert seen >= 0
 
 
+@pytest.mark.parametrize("replaced", [True, False], ids=["after", "before"])
+def test_killed_while_a_tag_is_replaced(tmp_path, replaced):
+    """The old one is set aside: it goes where the new one is in place already, and comes back where not."""
+    engine = make()
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="tag", client_state={"step": 0})
+    (tmp_path / "tag").rename(tmp_path / "tag.old.tmp")
+    if replaced:
+        train(engine, 1, first=1)
+        partial = tmp_path / "elsewhere"
+        engine.save_checkpoint(partial, tag="tag", client_state={"step": 1})
+        (partial / "tag").rename(tmp_path / "tag")
+    _, client = make().load_checkpoint(tmp_path)
+    assert client["step"] == (1 if replaced else 0)
+    assert not list(tmp_path.glob("*.old.tmp"))
+
+
 def test_save_16bit_model(tmp_path):
     engine = make(bf16={"enabled": True})
     train(engine, 1)

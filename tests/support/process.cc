@@ -99,6 +99,19 @@ int ChildProcess::wait() {
 }
 
 // status counts in steps; smaps_rollup is exact.
+std::vector<std::string> mpi_command(const std::string& mpiexec, int ranks,
+                                     const std::vector<std::string>& program) {
+  std::vector<std::string> command = {mpiexec, "-n", std::to_string(ranks), "--oversubscribe",
+                                      "--enable-recovery"};
+  // Shared memory without reading another process's, which containers forbid.
+  for (const char* word :
+       {"--mca", "btl", "self,vader", "--mca", "btl_vader_single_copy_mechanism", "none"}) {
+    command.emplace_back(word);
+  }
+  command.insert(command.end(), program.begin(), program.end());
+  return command;
+}
+
 size_t resident_bytes() { return field_bytes("/proc/self/smaps_rollup", "Rss:"); }
 size_t peak_resident_bytes() { return field_bytes("/proc/self/status", "VmHWM:"); }
 size_t thread_count() { return entries("/proc/self/task"); }

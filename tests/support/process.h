@@ -36,6 +36,11 @@ class ChildProcess {
   std::optional<int> status_;
 };
 
+// The command that runs `ranks` processes of a program on this machine by Open MPI's `mpiexec`. The
+// launcher keeps the others alive when one rank dies, so that they must notice by themselves.
+std::vector<std::string> mpi_command(const std::string& mpiexec, int ranks,
+                                     const std::vector<std::string>& program);
+
 // Of this process, from /proc/self.
 size_t resident_bytes();
 size_t peak_resident_bytes();

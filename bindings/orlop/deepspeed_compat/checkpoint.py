@@ -64,10 +64,13 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Puts back a checkpoint that a save of the same tag had set aside when it was killed."""
+    """Of a checkpoint that a save of the same tag had set aside when it was killed: puts it back, or, where the
+    new one is in its place already, removes it."""
     for aside in folder.glob("*.old.tmp"):
         home = aside.with_name(aside.name.removesuffix(".old.tmp"))
-        if not home.exists():
+        if home.exists():
+            shutil.rmtree(aside)
+        else:
             aside.rename(home)
 
 
@@ -95,6 +98,7 @@ def write(folder: Path, tag: str, model: dict, optimizer: dict, state: dict[str,
         old = folder / f"{tag}.old.tmp"
         final.rename(old)
         partial.rename(final)
+        _sync(folder)  # the new one is on the disk before the old one goes
         shutil.rmtree(old)
     else:
         partial.rename(final)
