@@ -6,6 +6,11 @@
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
 //              [--clip 1.0] [--threads N] [--only step|compute] [--trace FILE]
+//              [--nvme DIR[,DIR...]] [--nvme-optimizer N] [--nvme-params N] [--host-mem 8GiB]
+//
+// With --nvme the states of all blocks, or of the last N, are on drives, and it measures the update
+// phase as well: from the moment the norm is known to the last swap_out, beside the time that the
+// drives need to move the same bytes, half of them each way, with nothing else to do.
 //
 // On the host device it also times the step's matmuls alone through oneDNN, after every step, and
 // tells where the step's time went, operation by operation, as the trace has it.
@@ -22,6 +27,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <sstream>
 #include <string>
 
 #include "base/bytes.h"
@@ -29,6 +35,7 @@
 #include "bench/support/matmul_ceiling.h"
 #include "bench/support/recording_backend.h"
 #include "bench/support/samples.h"
+#include "bench/support/swap_rig.h"
 #include "bench/support/trace_times.h"
 #include "engine/model_files.h"
 #include "engine/ranks.h"
@@ -106,6 +113,9 @@ EngineConfig make_config(const Options& options) {
   if (options.has("device-mem")) {
     config.limits.device_bytes = parse_bytes(options.get("device-mem", ""), "--device-mem");
   }
+  if (options.has("host-mem")) {
+    config.limits.host_bytes = parse_bytes(options.get("host-mem", ""), "--host-mem");
+  }
   if (options.has("resident"))
     config.placement.resident_blocks = static_cast<int>(options.number("resident", 0));
   if (options.has("device-optimizer")) {
@@ -118,6 +128,18 @@ EngineConfig make_config(const Options& options) {
     config.placement.activations_on_device = options.get("activations", "") == "device";
   }
   return config;
+}
+
+// Needs the number of FlatParams, which the plan without drives tells.
+void set_drives(const Options& options, const std::string& model_dir, EngineConfig& config) {
+  std::stringstream list(options.get("nvme", ""));
+  for (std::string path; std::getline(list, path, ',');) config.nvme.paths.push_back(path);
+  if (config.nvme.paths.empty()) return;
+  const int blocks = Engine::plan(model_dir, config).blocks;
+  config.placement.device_optimizer_blocks = 0;
+  config.placement.nvme_optimizer_blocks =
+      static_cast<int>(options.number("nvme-optimizer", blocks));
+  config.placement.nvme_param_blocks = static_cast<int>(options.number("nvme-params", 0));
 }
 
 std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab_size) {
@@ -241,9 +263,57 @@ void print_ceilings(const std::vector<MatmulCeiling>& alone, const std::vector<d
       ratio.max);
 }
 
+// Update phases and the drives alone by turns.
+void print_swap_phase(Engine& engine, const std::vector<MicroBatch>& batches, int steps) {
+  const NvmeConfig& nvme = engine.config().nvme;
+  SwapRigOptions options;
+  for (const std::string& path : nvme.paths) {  // each engine wants folders of its own
+    options.directories.push_back(path + "/drives_alone");
+    std::filesystem::create_directories(options.directories.back());
+  }
+  options.bytes = size_t{1} << 30;
+  options.chunk_bytes = size_t{32} << 20;
+  options.queue.block_bytes = nvme.block_bytes;
+  options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
+  options.direct = nvme.direct;
+  SwapRig rig(options);
+  std::vector<double> phases;
+  std::vector<double> ratios;
+  std::vector<double> rates;
+  engine.synchronize();
+  const Stats before = engine.stats();
+  for (int i = 0; i < steps; ++i) {
+    const Stats start = engine.stats();
+    engine.step(batches);
+    const double waited = seconds_of([&] { engine.synchronize(); });
+    const Stats end = engine.stats();
+    // On a host of few cores the step itself waits for the update.
+    phases.push_back(waited + end.optimizer_exposed_seconds - start.optimizer_exposed_seconds);
+    const double bytes = static_cast<double>(end.nvme_read_bytes + end.nvme_written_bytes -
+                                             start.nvme_read_bytes - start.nvme_written_bytes);
+    rates.push_back(rig.run(Pattern::kMixed).gb_per_s);
+    ratios.push_back(bytes * 1e-9 / rates.back() / phases.back());
+  }
+  const Stats after = engine.stats();
+  const Summary phase = summarize(phases);
+  const Summary ratio = summarize(ratios);
+  const auto per_step = [steps](uint64_t bytes) {
+    return format_bytes(bytes / static_cast<uint64_t>(steps));
+  };
+  fmt::print(
+      "update phase {:.4f} s (spread {:.1f} %): read {}, written {}, host update {:.4f} s; the "
+      "drives alone {:.2f} GB/s mixed, their bound is {:.3f} of the phase next to it ({:.3f} to "
+      "{:.3f})\n",
+      phase.median, 100 * phase.spread(), per_step(after.nvme_read_bytes - before.nvme_read_bytes),
+      per_step(after.nvme_written_bytes - before.nvme_written_bytes),
+      (after.optimizer_seconds - before.optimizer_seconds) / steps, summarize(rates).median,
+      ratio.median, ratio.min, ratio.max);
+}
+
 void run(const Options& options) {
   const std::string model_dir = shape_folder(options.get("shape", "smollm2"));
-  const EngineConfig config = make_config(options);
+  EngineConfig config = make_config(options);
+  set_drives(options, model_dir, config);
   const int steps = static_cast<int>(options.number("steps", 5));
   const std::string only = options.get("only", "both");
   const double tokens =
@@ -296,6 +366,7 @@ void run(const Options& options) {
     print_operations(trace, steps, step.median);
     if (!options.has("trace")) std::filesystem::remove(trace);
   }
+  if (!config.nvme.paths.empty()) print_swap_phase(*engine, batches, steps);
   if (only == "step") return;
   const double backward = compute.step.median - compute.forward.median;
   const double bound = backward + std::max(compute.forward.median, update);

@@ -95,6 +95,10 @@ class Engine::Impl {
     return changing([&] { return run_step(batches); });
   }
 
+  void synchronize() {
+    changing([&] { optimizer_.wait_idle(); });
+  }
+
   EvalResult evaluate(std::span<const MicroBatch> batches) {
     return changing([&] {
       optimizer_.wait_idle();  // the plan of an evaluation lays its own buffers over gradients
@@ -398,6 +402,7 @@ PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config
 const PlanReport& Engine::plan() const { return impl_->report(); }
 const EngineConfig& Engine::config() const { return impl_->config(); }
 StepResult Engine::step(std::span<const MicroBatch> batches) { return impl_->step(batches); }
+void Engine::synchronize() { impl_->synchronize(); }
 EvalResult Engine::evaluate(std::span<const MicroBatch> batches) {
   return impl_->evaluate(batches);
 }
