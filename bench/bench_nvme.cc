@@ -6,11 +6,13 @@
 // Counted are the bytes of the chunks, each moved once per run; GB is 1e9 bytes. The ceiling beside
 // each figure is fio's, measured in the same minute; the ratio is the median over the pairs. CPU is
 // user and system time of all threads of the process. The slots lie in a HostArena with huge pages,
-// as in the engine; fio's buffers in the memory that it takes for itself.
+// as in the engine; so do fio's buffers if the system has set enough of them aside
+// (sysctl vm.nr_hugepages=256).
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -34,6 +36,7 @@ using bench::SwapRigOptions;
 
 constexpr size_t kChunkBytes = 32 * kMiB;
 constexpr size_t kFirstExtent = 4096;
+constexpr size_t kHugePageBytes = 2 * kMiB;
 
 struct Settings {
   std::string directory;
@@ -78,6 +81,17 @@ SwapRigOptions rig_options(const Settings& settings, size_t block_bytes, unsigne
   return options;
 }
 
+// Huge pages as ours, if the system has set enough aside: with small pages a request falls into
+// more segments than many drives take at once.
+std::string_view fio_memory(size_t block_bytes, unsigned depth) {
+  std::ifstream meminfo("/proc/meminfo");
+  size_t pages = 0;
+  for (std::string line; std::getline(meminfo, line);) {
+    if (line.starts_with("HugePages_Free:")) pages = std::stoul(line.substr(15));
+  }
+  return pages * kHugePageBytes > (depth + 1) * block_bytes ? "mmaphuge" : "malloc";
+}
+
 // fio on the extents of the same file. Empty when fio is not there.
 std::optional<Figure> run_fio(const SwapRig& rig, Pattern pattern, size_t block_bytes,
                               unsigned depth) {
@@ -86,13 +100,13 @@ std::optional<Figure> run_fio(const SwapRig& rig, Pattern pattern, size_t block_
       "fio --name=peer --filename='{}' --offset={} --size={} --rw={} --bs={} --iodepth={} "
       "--direct={} "
       "--ioengine=io_uring --fixedbufs=1 --registerfiles=1 --thread=1 --invalidate=0 "
-      "--scramble_buffers=0 "
+      "--scramble_buffers=0 --iomem={} "
       "--allow_file_create=0 --output-format=json 2>/dev/null",
       rig.swapper().drives()[0].path, kFirstExtent, rig.bytes(),
       pattern == Pattern::kRead    ? "read"
       : pattern == Pattern::kWrite ? "write"
                                    : "rw",
-      block_bytes, depth, direct ? 1 : 0);
+      block_bytes, depth, direct ? 1 : 0, fio_memory(block_bytes, depth));
   std::string text;
   FILE* pipe = ::popen(command.c_str(), "r");
   check(pipe != nullptr, ErrorCode::kInternal, "cannot start fio");
@@ -138,9 +152,10 @@ void compare_with_fio(const Settings& settings, size_t block_bytes, unsigned dep
       fmt::print("  (fio is not installed)\n");
     } else {
       fmt::print(
-          "  | fio {:5.2f} GB/s  {:.3f} CPU s/GB | ratio {:.3f} ({:.2f}..{:.2f}, {} pairs)\n",
-          median_of(fio, &Figure::gb_per_s), median_of(fio, &Figure::cpu_s_per_gb), median(ratios),
-          *std::ranges::min_element(ratios), *std::ranges::max_element(ratios), ratios.size());
+          "  | fio ({}) {:5.2f} GB/s  {:.3f} CPU s/GB | ratio {:.3f} ({:.2f}..{:.2f}, {} pairs)\n",
+          fio_memory(block_bytes, depth), median_of(fio, &Figure::gb_per_s),
+          median_of(fio, &Figure::cpu_s_per_gb), median(ratios), *std::ranges::min_element(ratios),
+          *std::ranges::max_element(ratios), ratios.size());
     }
     std::fflush(stdout);
   }
