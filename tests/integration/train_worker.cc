@@ -9,6 +9,9 @@
 //                                                    swap directory), clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
+//   train_worker memory-tight MODEL RUN_DIR SHARE    the same with the least device memory and host
+//                                                    memory of SHARE of the states, the rest in a
+//                                                    swap directory
 
 #include <cstdlib>
 #include <exception>
@@ -44,10 +47,25 @@ void train(const std::string& model, const std::string& run_dir, SaveMode mode,
   }
 }
 
-void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
-                    double clip) {
+void run_and_print_peak(const std::string& model, const std::string& run_dir,
+                        const EngineConfig& config) {
+  const auto engine = Engine::open(model, config);
+  for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
+  engine->save_checkpoint(run_dir, "", 1);
+  engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
+  std::cout << "peak " << peak_resident_bytes() << ' '
+            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+}
+
+EngineConfig memory_config(const std::string& model) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = !std::filesystem::exists(model + "/model.safetensors");
+  return config;
+}
+
+void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
+                    double clip) {
+  EngineConfig config = memory_config(model);
   if (device_blocks >= 0) {
     config.placement.device_optimizer_blocks = device_blocks;
   } else {
@@ -56,12 +74,21 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
     config.placement.nvme_param_blocks = 5;
   }
   config.optimizer.max_grad_norm = clip;
-  const auto engine = Engine::open(model, config);
-  for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
-  engine->save_checkpoint(run_dir, "", 1);
-  engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
-  std::cout << "peak " << peak_resident_bytes() << ' '
-            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+  run_and_print_peak(model, run_dir, config);
+}
+
+void measure_tight_memory(const std::string& model, const std::string& run_dir, double share) {
+  EngineConfig config = memory_config(model);
+  EngineConfig least = config;
+  least.placement.resident_blocks = 0;
+  least.placement.device_optimizer_blocks = 0;
+  least.placement.activations_on_device = false;
+  least.placement.prefetch_depth = 0;
+  const PlanReport plan = Engine::plan(model, least);
+  config.limits.device_bytes = plan.device_peak_bytes;
+  config.limits.host_bytes = static_cast<size_t>(share * static_cast<double>(plan.state_bytes));
+  config.nvme.paths = {run_dir + "/swap"};
+  run_and_print_peak(model, run_dir, config);
 }
 
 }  // namespace
@@ -76,10 +103,12 @@ int main(int argc, char** argv) {
                          argc == 5 ? argv[4] : "");
     } else if (mode == "memory" && argc == 6) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
+    } else if (mode == "memory-tight" && argc == 5) {
+      orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
     } else {
       std::cerr
           << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | memory MODEL RUN_DIR "
-             "DEVICE_BLOCKS CLIP\n";
+             "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE\n";
       return 2;
     }
   } catch (const std::exception& error) {
