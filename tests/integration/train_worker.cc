@@ -2,6 +2,9 @@
 //   train_worker train MODEL RUN_DIR [SWAP_DIR]      trains without end, saves after every step;
 //                                                    with all states in SWAP_DIR
 //   train_worker train-on MODEL RUN_DIR [SWAP_DIR]   likewise, saving in the background
+//   train_worker swap MODEL SWAP_DIR ENGINE          trains four steps with all states on a drive,
+//                                                    moved by ENGINE; prints every loss, or "error"
+//                                                    and what it says
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
 //                                                    trains two steps, from random weights where
 //                                                    the folder holds none, with so many blocks'
@@ -44,6 +47,27 @@ void train(const std::string& model, const std::string& run_dir, SaveMode mode,
     engine->step(batches_of_step(config, 61, step));
     std::cout << "save " << step << std::endl;
     engine->save_checkpoint(run_dir, std::to_string(step), 2, mode);
+  }
+}
+
+void train_on_a_drive(const std::string& model, const std::string& swap_dir,
+                      const std::string& io_engine) {
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.nvme.paths = {swap_dir};
+  config.nvme.engine = io_engine;
+  config.nvme.direct = false;  // transfers of any length
+  config.placement.nvme_optimizer_blocks = 5;
+  config.placement.nvme_param_blocks = 3;
+  config.placement.swap_chunk = 4096;
+  try {
+    const auto engine = Engine::open(model, config);
+    for (int64_t step = 1; step <= 4; ++step) {
+      const StepResult result = engine->step(batches_of_step(config, 61, step));
+      engine->synchronize();
+      std::cout << "loss " << std::hexfloat << result.loss << std::endl;
+    }
+  } catch (const Error& error) {
+    std::cout << "error " << error.what() << std::endl;
   }
 }
 
@@ -101,14 +125,16 @@ int main(int argc, char** argv) {
       orlop::test::train(argv[2], argv[3],
                          mode == "train" ? orlop::SaveMode::kWait : orlop::SaveMode::kBackground,
                          argc == 5 ? argv[4] : "");
+    } else if (mode == "swap" && argc == 5) {
+      orlop::test::train_on_a_drive(argv[2], argv[3], argv[4]);
     } else if (mode == "memory" && argc == 6) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
     } else if (mode == "memory-tight" && argc == 5) {
       orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
     } else {
-      std::cerr
-          << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | memory MODEL RUN_DIR "
-             "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE\n";
+      std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
+                   "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
+                   "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE\n";
       return 2;
     }
   } catch (const std::exception& error) {
