@@ -153,11 +153,15 @@ void NcclCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DTyp
 
 template <typename Call>
 void NcclCommunicator::issue(Queue& queue, const CollectiveId& id, const Call& call) {
-  const cudaStream_t stream = cuda_queue(queue).stream();
+  CudaQueue& on = cuda_queue(queue);
+  const cudaStream_t stream = on.stream();
   const DeviceScope scope(device_);
   std::lock_guard lock(mutex_);
   check(!ended_, ErrorCode::kCommunicator, "{}", host_.failure());
-  settle(call(stream), describe(id));
+  {
+    const QueueTrace::Span span(on.trace(), collective_name(id.kind));
+    settle(call(stream), describe(id));
+  }
   std::unique_ptr<CudaEvent> end = take_event();
   ORLOP_CUDA(cudaEventRecord(end->get(), stream));
   issued_.push_back({id, std::move(end), Clock::now()});
