@@ -425,6 +425,9 @@ void Engine::export_hf(const std::string& out_dir, size_t max_shard_bytes) {
 }
 Stats Engine::stats() const { return impl_->stats(); }
 void Engine::start_trace() { impl_->tracer().start(); }
-void Engine::write_trace(const std::string& path) { impl_->tracer().write(path); }
+void Engine::write_trace(const std::string& path) {
+  impl_->tracer().stop();
+  impl_->tracer().write(path);
+}
 
 }  // namespace orlop
