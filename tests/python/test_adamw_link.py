@@ -49,8 +49,9 @@ class HostLink:
 
     close = unpin
 
-    def offload(self, grad, host):
-        return Late(host, grad)
+    def offload(self, grad, slot):
+        slot.native.wait([slot.index])
+        return Late(slot.host_gradient, grad)
 
     def fence(self, arrival):
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
