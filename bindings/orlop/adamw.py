@@ -358,10 +358,13 @@ class AdamW(torch.optim.Optimizer):
                 owners += [owner, slot.arrival]
             version = self._native.update(updates, factor, self.steps, owners)
             for slot, _ in run:
+                slot.job = version
                 self.state[slot.param]["step"] += 1
                 if slot.link:
                     slot.link.upload(self._native, slot, version)
                 slot.wrote_weights()
+        if self._stream is not None:
+            self._stream.fetch_resident()
         if self._gate is not None:
             self._gate.close([slot for slot, _ in work])
             return
