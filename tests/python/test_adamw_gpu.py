@@ -252,6 +252,25 @@ def test_twenty_optimizers_leave_nothing_behind():
     assert after[-1][1] == after[2][1], after
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["door1", "door2"])
+def test_a_thousand_steps_leave_nothing_behind(wrapped):
+    """Case R-10: device bytes after step 1000 are those after step 200, host bytes within 1 %."""
+    from test_adamw_contract import resident_bytes
+
+    model = Model(width=128).cuda().to(torch.bfloat16)
+    if wrapped:
+        model, optimizer = orlop.wrap(model, {"lr": 1e-3}, {"limits": {"gpu": 2 * 2 * (128 * 128 + 128)}})
+    else:
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-3, module=model)
+    seen = []
+    for first in range(0, 1000, 100):
+        train(model, optimizer, 100, accumulation=2, clip=1.0, first=first)
+        torch.cuda.synchronize()
+        seen.append((resident_bytes(), torch.cuda.memory_allocated()))
+    assert seen[-1][0] <= seen[1][0] * 1.01, seen
+    assert seen[-1][1] == seen[1][1], seen
+
+
 def test_forked_workers_leave_the_optimizer_alone():
     """Case B-05: children that inherit pinned memory end without a word."""
     from test_adamw_contract import run_python
