@@ -30,6 +30,7 @@ class Slot:
             self.planes[MASTER_KEY[self.dtype]] = self._plane(MASTER_KEY[self.dtype], torch.float32)
         self.host_weights = self._flat_plane("weights", self.dtype) if link else None
         self.host_gradient = self._flat_plane("gradient", self.dtype) if hold else None
+        self.measures = True  # whether every step asks for the norm
         self.job = 0  # version of the last work that was submitted for this tensor
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
@@ -130,7 +131,7 @@ class Slot:
         return None
 
     def _measure(self) -> None:
-        if not self.link:  # there already; summed when somebody asks
+        if not self.link or not self.measures:  # summed when somebody asks
             return
         wait, handle = self.link.fence(self.arrival)
         self.job = self.native.measure(self.index, self._view_of(self.host_gradient), wait, handle, self.arrival)
@@ -181,6 +182,8 @@ class Slot:
         if self.measured:
             total, bad = self.native.measured(self.index)
         else:
+            if self.is_away or self.copied:
+                self._arrived()
             total, bad, _ = self.native.norm([self.view()[0]])
         self.square_sum = (total, bad < 0)
         return self.square_sum
