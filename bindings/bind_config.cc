@@ -110,12 +110,14 @@ void bind_config(py::module_& module) {
       .def_readwrite("sequence_length", &BatchConfig::sequence_length)
       .def_readwrite("accumulation_steps", &BatchConfig::accumulation_steps);
 
-  py::class_<EngineConfig> engine(module, "EngineConfig",
-                                  "device: auto, host, cuda or cuda:N. threads 0: every usable "
-                                  "core. reference_ops: plain loops "
-                                  "instead of oneDNN (host only). max_skipped_steps non-finite "
-                                  "steps in a row end the run. seed: "
-                                  "stochastic rounding.");
+  py::class_<EngineConfig> engine(
+      module, "EngineConfig",
+      "device: auto, host, cuda or cuda:N. threads 0: every usable "
+      "core. reference_ops: plain loops "
+      "instead of oneDNN (host only). from_scratch: random weights instead of "
+      "the folder's. max_skipped_steps non-finite "
+      "steps in a row end the run. seed: "
+      "stochastic rounding.");
   def_keyword_init<EngineConfig>(engine);
   engine.def_readwrite("device", &EngineConfig::device)
       .def_readwrite("precision", &EngineConfig::precision)
@@ -127,6 +129,7 @@ void bind_config(py::module_& module) {
       .def_readwrite("placement", &EngineConfig::placement)
       .def_readwrite("threads", &EngineConfig::threads)
       .def_readwrite("reference_ops", &EngineConfig::reference_ops)
+      .def_readwrite("from_scratch", &EngineConfig::from_scratch)
       .def_readwrite("max_skipped_steps", &EngineConfig::max_skipped_steps)
       .def_readwrite("seed", &EngineConfig::seed)
       .def_readwrite("checkpoint_dir", &EngineConfig::checkpoint_dir);

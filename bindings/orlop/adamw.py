@@ -19,6 +19,7 @@ from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
 
 _log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ISSUING_THREADS = 2  # Python's and autograd's
 _live: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
@@ -37,7 +38,8 @@ class AdamW(torch.optim.Optimizer):
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).
-    threads: of the host update; 0 takes OMP_NUM_THREADS or the physical cores.
+    threads: of the host update; 0 takes OMP_NUM_THREADS, or the physical cores. Beside a GPU two of these are
+        left to the threads that issue its work, without which forward and backward wait for the host.
     """
 
     _decoupled = True
@@ -66,10 +68,8 @@ class AdamW(torch.optim.Optimizer):
         check_choice("gradients", gradients, ("auto", "leave", "stay"))
         check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
         check_choice("moments", moments, tuple(_MOMENTS))
-        self._module, self._threads = module, threads
+        self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
-        self._native = _orlop.TensorOptimizer(threads)
-        self._parts = [self._native]  # what outlives this object in its finalizer
         self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
         self._links: dict[torch.device, DeviceLink] = {}
@@ -97,6 +97,9 @@ class AdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._check_groups(self.param_groups)
+        self._threads = threads or self._default_threads()
+        self._native = _orlop.TensorOptimizer(self._threads)
+        self._parts = [self._native]  # what outlives this object in its finalizer
         self._adopt(p for group in self.param_groups for p in group["params"] if p.requires_grad)
         self._ready = True
         if module is not None:
@@ -149,6 +152,13 @@ class AdamW(torch.optim.Optimizer):
                 torch_support.check_parameter(p, name)
                 named.append((name, p))
         torch_support.check_disjoint(named)
+
+    def _default_threads(self):
+        beside_gpu = self._stream is not None and self._stream.device_link is not None
+        beside_gpu = beside_gpu or any(p.is_cuda for group in self.param_groups for p in group["params"])
+        if not beside_gpu or os.environ.get("OMP_NUM_THREADS"):
+            return 0
+        return max(1, _orlop.default_threads() - _ISSUING_THREADS)
 
     def _name(self, p, group=None, position=None):
         if p not in self._names and group is not None:
