@@ -15,9 +15,6 @@ export CCACHE_NOHASHDIR := 1
 FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 TIDIED = $(shell git ls-files '*.cc')
 
-# cuDNN 9.14 crashes in its first call in a Python process that loads libstdc++ after its start.
-PRELOAD = LD_PRELOAD=$(shell $(CXX) -print-file-name=libstdc++.so.6)
-
 # Of `make demo`: MODEL is a Hugging Face folder of your own, ARGS are further options of orlop finetune.
 MODEL ?=
 DEMO_DIR ?= demo
@@ -46,7 +43,7 @@ CONFIGURE = cmake --preset $(1) $(LAUNCHER) -DPython_EXECUTABLE=$(CURDIR)/$(PYTH
 demo: $(STAMPS)/venv-demo
 	$(call CONFIGURE,dev)
 	ninja -C $(BUILD) -j $(JOBS) --quiet orlop_python
-	$(PRELOAD) PYTHONPATH=$(BUILD)/python $(PYTHON) -m orlop.demo --output $(DEMO_DIR) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	PYTHONPATH=$(BUILD)/python $(PYTHON) -m orlop.demo --output $(DEMO_DIR) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 build: $(STAMPS)/venv-demo
 	$(call CONFIGURE,dev)

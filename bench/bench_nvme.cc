@@ -6,37 +6,37 @@
 // Counted are the bytes of the chunks, each moved once per run; GB is 1e9 bytes. The ceiling beside
 // each figure is fio's, measured in the same minute; the ratio is the median over the pairs. CPU is
 // user and system time of all threads of the process. The slots lie in a HostArena with huge pages,
-// as in the engine; fio's buffers in the memory that it takes for itself.
+// as in the engine; so do fio's buffers if the system has set enough of them aside
+// (sysctl vm.nr_hugepages=256).
 #include <fmt/format.h>
-#include <sys/resource.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
-#include <cstring>
+#include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <random>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
-#include "memory/host_arena.h"
+#include "bench/support/swap_rig.h"
 #include "nvme/swapper.h"
 
 namespace {
 
 using namespace orlop;
 using namespace orlop::nvme;
+using bench::Figure;
+using bench::Pattern;
+using bench::SwapRig;
+using bench::SwapRigOptions;
 
 constexpr size_t kChunkBytes = 32 * kMiB;
-constexpr size_t kSlots = 6;
 constexpr size_t kFirstExtent = 4096;
-
-enum class Pattern { kRead, kWrite, kMixed };
+constexpr size_t kHugePageBytes = 2 * kMiB;
 
 struct Settings {
   std::string directory;
@@ -44,11 +44,6 @@ struct Settings {
   int pairs = 7;
   std::vector<size_t> block_kib = {256, 1024, 4096};
   std::vector<unsigned> depths = {8, 32};
-};
-
-struct Figure {
-  double gb_per_s = 0;
-  double cpu_s_per_gb = 0;
 };
 
 std::string_view pattern_name(Pattern pattern) {
@@ -63,15 +58,6 @@ std::string_view pattern_name(Pattern pattern) {
   return "?";
 }
 
-double cpu_seconds() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& time) {
-    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
-  };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
-
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
@@ -83,88 +69,44 @@ double median_of(const std::vector<Figure>& figures, double Figure::*member) {
   return median(values);
 }
 
-// The swap file of one engine and its slots.
-class Rig {
- public:
-  Rig(const Settings& settings, size_t block_bytes, unsigned depth, IoEngine engine)
-      : chunks_(static_cast<int32_t>(settings.file_mib * kMiB / kChunkBytes)),
-        arena_(kSlots * kChunkBytes),
-        memory_(arena_.carve(kSlots * kChunkBytes, "slots", kPageBytes)),
-        pool_("bench", memory_, kChunkBytes),
-        swapper_(options(settings, block_bytes, depth, engine)) {
-    swapper_.register_memory(memory_, kChunkBytes);
-    // Random bytes, as fio writes them: some drives are faster with zeros.
-    std::mt19937_64 random(1);
-    for (size_t i = 0; i < memory_.size(); i += sizeof(uint64_t)) {
-      const uint64_t value = random();
-      std::memcpy(memory_.data() + i, &value, sizeof value);
-    }
-    run(Pattern::kWrite);  // turns allocated blocks into written ones
+SwapRigOptions rig_options(const Settings& settings, size_t block_bytes, unsigned depth,
+                           IoEngine engine) {
+  SwapRigOptions options;
+  options.directories = {settings.directory};
+  options.bytes = settings.file_mib * kMiB;
+  options.chunk_bytes = kChunkBytes;
+  options.queue.block_bytes = block_bytes;
+  options.queue.depth = depth;
+  options.engine = engine;
+  return options;
+}
+
+// Huge pages as ours, if the system has set enough aside: with small pages a request falls into
+// more segments than many drives take at once.
+std::string_view fio_memory(size_t block_bytes, unsigned depth) {
+  std::ifstream meminfo("/proc/meminfo");
+  size_t pages = 0;
+  for (std::string line; std::getline(meminfo, line);) {
+    if (line.starts_with("HugePages_Free:")) pages = std::stoul(line.substr(15));
   }
-
-  // All chunks once; mixed: every second one is read, the others are written.
-  Figure run(Pattern pattern) {
-    const double cpu_before = cpu_seconds();
-    const auto begin = std::chrono::steady_clock::now();
-    ++step_;
-    std::vector<Completion<SlotLease>> reads;
-    for (int32_t i = 0; i < chunks_; ++i) {
-      const bool read = pattern == Pattern::kRead || (pattern == Pattern::kMixed && i % 2 == 0);
-      if (read) {
-        if (reads.size() == kSlots / 2) {
-          reads.front().wait();
-          reads.erase(reads.begin());
-        }
-        reads.push_back(swapper_.swap_in({{i, 0}, 0, step_ * chunks_ + i}, pool_.acquire()));
-      } else {
-        swapper_.swap_out({{i, 0}, 0, step_ * chunks_ + i}, pool_.acquire());
-      }
-    }
-    for (auto& read : reads) read.wait();
-    swapper_.flush();
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    const double gb = static_cast<double>(bytes()) * 1e-9;
-    return {gb / seconds.count(), (cpu_seconds() - cpu_before) / gb};
-  }
-
-  size_t bytes() const { return static_cast<size_t>(chunks_) * kChunkBytes; }
-  const Swapper& swapper() const { return swapper_; }
-
- private:
-  SwapperOptions options(const Settings& settings, size_t block_bytes, unsigned depth,
-                         IoEngine engine) const {
-    SwapperOptions made;
-    made.directories = {settings.directory};
-    for (int32_t i = 0; i < chunks_; ++i) made.chunks.push_back({{i, 0}, kChunkBytes});
-    made.queue.block_bytes = block_bytes;
-    made.queue.depth = depth;
-    made.engine = engine;
-    made.verify = Verify::kOff;
-    return made;
-  }
-
-  const int32_t chunks_;
-  HostArena arena_;  // the engine's slots are in one as well: huge pages are part of the figure
-  std::span<std::byte> memory_;
-  SlotPool pool_;
-  Swapper swapper_;
-  int64_t step_ = 0;
-};
+  return pages * kHugePageBytes > (depth + 1) * block_bytes ? "mmaphuge" : "malloc";
+}
 
 // fio on the extents of the same file. Empty when fio is not there.
-std::optional<Figure> run_fio(const Rig& rig, Pattern pattern, size_t block_bytes, unsigned depth) {
+std::optional<Figure> run_fio(const SwapRig& rig, Pattern pattern, size_t block_bytes,
+                              unsigned depth) {
   const bool direct = rig.swapper().drives()[0].direct;
   const std::string command = fmt::format(
       "fio --name=peer --filename='{}' --offset={} --size={} --rw={} --bs={} --iodepth={} "
       "--direct={} "
       "--ioengine=io_uring --fixedbufs=1 --registerfiles=1 --thread=1 --invalidate=0 "
-      "--scramble_buffers=0 "
+      "--scramble_buffers=0 --iomem={} "
       "--allow_file_create=0 --output-format=json 2>/dev/null",
       rig.swapper().drives()[0].path, kFirstExtent, rig.bytes(),
       pattern == Pattern::kRead    ? "read"
       : pattern == Pattern::kWrite ? "write"
                                    : "rw",
-      block_bytes, depth, direct ? 1 : 0);
+      block_bytes, depth, direct ? 1 : 0, fio_memory(block_bytes, depth));
   std::string text;
   FILE* pipe = ::popen(command.c_str(), "r");
   check(pipe != nullptr, ErrorCode::kInternal, "cannot start fio");
@@ -186,7 +128,7 @@ std::optional<Figure> run_fio(const Rig& rig, Pattern pattern, size_t block_byte
 }
 
 void compare_with_fio(const Settings& settings, size_t block_bytes, unsigned depth) {
-  Rig rig(settings, block_bytes, depth, IoEngine::kAuto);
+  SwapRig rig(rig_options(settings, block_bytes, depth, IoEngine::kAuto));
   for (const Pattern pattern : {Pattern::kRead, Pattern::kWrite, Pattern::kMixed}) {
     std::vector<Figure> ours;
     std::vector<Figure> fio;
@@ -210,9 +152,10 @@ void compare_with_fio(const Settings& settings, size_t block_bytes, unsigned dep
       fmt::print("  (fio is not installed)\n");
     } else {
       fmt::print(
-          "  | fio {:5.2f} GB/s  {:.3f} CPU s/GB | ratio {:.3f} ({:.2f}..{:.2f}, {} pairs)\n",
-          median_of(fio, &Figure::gb_per_s), median_of(fio, &Figure::cpu_s_per_gb), median(ratios),
-          *std::ranges::min_element(ratios), *std::ranges::max_element(ratios), ratios.size());
+          "  | fio ({}) {:5.2f} GB/s  {:.3f} CPU s/GB | ratio {:.3f} ({:.2f}..{:.2f}, {} pairs)\n",
+          fio_memory(block_bytes, depth), median_of(fio, &Figure::gb_per_s),
+          median_of(fio, &Figure::cpu_s_per_gb), median(ratios), *std::ranges::min_element(ratios),
+          *std::ranges::max_element(ratios), ratios.size());
     }
     std::fflush(stdout);
   }
@@ -224,7 +167,8 @@ void compare_engines(const Settings& settings) {
   std::vector<Figure> threads[2];
   for (int pair = 0; pair < settings.pairs; ++pair) {
     for (auto* into : {&ring, &threads}) {
-      Rig rig(settings, kMiB, 32, into == &ring ? IoEngine::kUring : IoEngine::kThreads);
+      SwapRig rig(
+          rig_options(settings, kMiB, 32, into == &ring ? IoEngine::kUring : IoEngine::kThreads));
       (*into)[0].push_back(rig.run(Pattern::kRead));
       (*into)[1].push_back(rig.run(Pattern::kWrite));
     }
@@ -280,7 +224,7 @@ int main(int argc, char** argv) {
   try {
     const Settings settings = parse(argc, argv);
     {
-      const Rig rig(settings, kMiB, 8, IoEngine::kAuto);
+      const SwapRig rig(rig_options(settings, kMiB, 8, IoEngine::kAuto));
       const DriveInfo& drive = rig.swapper().drives()[0];
       fmt::print("{} on {}, {}, {}; {} per run in chunks of {}\n", drive.path, drive.file_system,
                  drive.direct ? "O_DIRECT" : "page cache (" + drive.why_not_direct + ")",

@@ -6,6 +6,10 @@
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
 //              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
 //              [--clip 1.0] [--threads N] [--only step|compute] [--trace FILE]
+//              [--nvme DIR[,DIR...]] [--nvme-optimizer N] [--nvme-params N] [--host-mem 8GiB]:
+//              states of all blocks, or of the last N, on drives, see step_drives.h
+//   bench_step --gpus N [--shape l7] [--tokens 16384,65536] [--steps 3] ...: the same over N ranks,
+//              see step_ranks.h; with --device host N ranks in host memory
 //
 // On the host device it also times the step's matmuls alone through oneDNN, after every step, and
 // tells where the step's time went, operation by operation, as the trace has it.
@@ -18,14 +22,14 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <map>
-#include <numeric>
-#include <random>
 #include <string>
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "bench/step_compute.h"
+#include "bench/step_drives.h"
+#include "bench/step_ranks.h"
+#include "bench/step_setup.h"
 #include "bench/support/matmul_ceiling.h"
 #include "bench/support/recording_backend.h"
 #include "bench/support/samples.h"
@@ -37,154 +41,6 @@
 
 namespace orlop::bench {
 namespace {
-
-struct Options {
-  std::map<std::string, std::string> values;
-
-  std::string get(const std::string& name, const std::string& fallback) const {
-    const auto found = values.find(name);
-    return found == values.end() ? fallback : found->second;
-  }
-  int64_t number(const std::string& name, int64_t fallback) const {
-    const auto found = values.find(name);
-    return found == values.end() ? fallback : std::stoll(found->second);
-  }
-  bool has(const std::string& name) const { return values.contains(name); }
-};
-
-Options parse(int argc, char** argv) {
-  Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i];
-    check(name.starts_with("--"), ErrorCode::kUsage, "'{}' is not an option", name);
-    options.values[name.substr(2)] = argv[i + 1];
-  }
-  return options;
-}
-
-// config.json of a named shape; weights are random.
-std::string shape_folder(const std::string& shape) {
-  const std::map<std::string, std::string> shapes = {
-      {"l3",
-       R"("vocab_size":32000,"hidden_size":3072,"intermediate_size":8192,"num_hidden_layers":28,
-              "num_attention_heads":24,"num_key_value_heads":8,"tie_word_embeddings":false)"},
-      {"l7",
-       R"("vocab_size":32000,"hidden_size":4096,"intermediate_size":11008,"num_hidden_layers":32,
-              "num_attention_heads":32,"num_key_value_heads":32,"tie_word_embeddings":false)"},
-      {"smollm2",
-       R"("vocab_size":49152,"hidden_size":576,"intermediate_size":1536,"num_hidden_layers":30,
-              "num_attention_heads":9,"num_key_value_heads":3,"tie_word_embeddings":true)"}};
-  const auto found = shapes.find(shape);
-  if (found == shapes.end()) return shape;
-  const auto folder = std::filesystem::temp_directory_path() / ("orlop_shape_" + shape);
-  std::filesystem::create_directories(folder);
-  std::ofstream(folder / "config.json")
-      << "{\"model_type\":\"llama\",\"architectures\":[\"LlamaForCausalLM\"],\"hidden_act\":"
-         "\"silu\","
-         "\"max_position_embeddings\":8192,\"rms_norm_eps\":1e-5,\"rope_theta\":10000.0,"
-      << found->second << "}\n";
-  return folder.string();
-}
-
-EngineConfig make_config(const Options& options) {
-  EngineConfig config;
-  config.device = options.get("device", "auto");
-  const std::string precision = options.get("precision", "bf16");
-  config.precision = precision == "fp32"   ? Precision::kF32
-                     : precision == "fp16" ? Precision::kF16
-                                           : Precision::kBF16;
-  config.batch.sequence_length = options.number("sequence", 2048);
-  config.batch.micro_batch_size = options.number("micro-batch", 8);
-  const int64_t micro_tokens = config.batch.sequence_length * config.batch.micro_batch_size;
-  config.batch.accumulation_steps =
-      std::max<int64_t>(1, options.number("tokens", 16384) / micro_tokens);
-  config.threads = static_cast<int>(options.number("threads", 0));
-  config.from_scratch = true;
-  config.schedule.kind = ScheduleKind::kConstant;
-  config.optimizer.learning_rate = 1e-5;
-  config.optimizer.max_grad_norm = std::stod(options.get("clip", "1"));
-  if (options.has("device-mem")) {
-    config.limits.device_bytes = parse_bytes(options.get("device-mem", ""), "--device-mem");
-  }
-  if (options.has("resident"))
-    config.placement.resident_blocks = static_cast<int>(options.number("resident", 0));
-  if (options.has("device-optimizer")) {
-    config.placement.device_optimizer_blocks =
-        static_cast<int>(options.number("device-optimizer", 0));
-  }
-  if (options.has("prefetch"))
-    config.placement.prefetch_depth = static_cast<int>(options.number("prefetch", 1));
-  if (options.has("activations")) {
-    config.placement.activations_on_device = options.get("activations", "") == "device";
-  }
-  return config;
-}
-
-std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab_size) {
-  std::mt19937 random(1);
-  std::uniform_int_distribution<int32_t> token(0, static_cast<int32_t>(vocab_size) - 1);
-  std::vector<MicroBatch> batches(static_cast<size_t>(config.batch.accumulation_steps));
-  for (MicroBatch& batch : batches) {
-    batch.tokens.resize(
-        static_cast<size_t>(config.batch.micro_batch_size * config.batch.sequence_length));
-    for (int32_t& id : batch.tokens) id = token(random);
-    batch.labels.assign(batch.tokens.begin() + 1, batch.tokens.end());
-    batch.labels.push_back(kIgnoredLabel);
-  }
-  return batches;
-}
-
-void print_row(const char* what, const Summary& seconds, double tokens, double flops) {
-  fmt::print("{:44} {:8.4f} s (spread {:4.1f} %) {:9.0f} tok/s {:7.1f} TFLOP/s\n", what,
-             seconds.median, 100 * seconds.spread(), tokens / seconds.median,
-             flops / seconds.median / 1e12);
-}
-
-struct ComputeTimes {
-  Summary step;     // forward and backward
-  Summary forward;  // of every micro-batch
-};
-
-// The step's device work with resident weights, and its forward alone.
-ComputeTimes measure_compute(const std::string& model_dir, EngineConfig config, int steps,
-                             double& flops) {
-  config.placement = {};
-  config.placement.device_optimizer_blocks = 0;
-  config.limits.device_bytes.reset();
-  const std::unique_ptr<Communicator> ranks = one_rank();
-  Session session(make_planning(model_dir, config, {}, nullptr), config, *ranks, nullptr);
-  // Zeros would draw less power and run faster than real weights.
-  init_weights(session.layout(), config.seed, session.planning().threads, session.states());
-  fmt::print("compute-only placement: {} of {} FlatParams resident, device {}\n",
-             session.planning().report.resident_blocks, session.planning().report.blocks,
-             format_bytes(session.planning().report.device_peak_bytes));
-  const std::vector<MicroBatch> batches =
-      random_batches(config, session.planning().model.vocab_size);
-  flops = 0;
-  for (const double block : session.input().forward_flops) flops += 3 * block;
-  flops *= static_cast<double>(batches.size());
-  WalkInput input;
-  input.batches = batches;
-  input.max_grad_norm = 1;
-  std::vector<double> step;
-  std::vector<double> forward;
-  for (int i = 0; i < steps + 2; ++i) {
-    const double seconds =
-        seconds_of([&] { session.executor().walk(session.train_plan(), input); });
-    if (i >= 2) step.push_back(seconds);
-  }
-  for (int i = 0; i < steps + 1; ++i) {
-    const double seconds = seconds_of([&] {
-      for (const MicroBatch& batch : batches) {
-        WalkInput one;
-        one.batches = {&batch, 1};
-        session.executor().walk(session.eval_plan(), one);
-      }
-    });
-    if (i >= 1) forward.push_back(seconds);
-  }
-  return {summarize(step), summarize(forward)};
-}
 
 #ifdef ORLOP_HAVE_ONEDNN
 constexpr bool kHasCeiling = true;
@@ -242,19 +98,21 @@ void print_ceilings(const std::vector<MatmulCeiling>& alone, const std::vector<d
 }
 
 void run(const Options& options) {
+  if (options.has("gpus")) return run_on_ranks(options);
   const std::string model_dir = shape_folder(options.get("shape", "smollm2"));
-  const EngineConfig config = make_config(options);
+  EngineConfig config = make_config(options, options.number("tokens", 16384));
+  set_drives(options, model_dir, config);
   const int steps = static_cast<int>(options.number("steps", 5));
   const std::string only = options.get("only", "both");
   const double tokens =
       static_cast<double>(config.batch.accumulation_steps * config.batch.micro_batch_size *
                           config.batch.sequence_length);
-  double flops = 0;
   ComputeTimes compute;
   if (only != "step") {
-    compute = measure_compute(model_dir, config, steps, flops);
-    print_row("forward + backward, weights resident", compute.step, tokens, flops);
-    print_row("  of it forward", compute.forward, tokens, flops / 3);
+    const int64_t micro_batches = config.batch.accumulation_steps;
+    compute = measure_compute(model_dir, config, steps, {&micro_batches, 1}).front();
+    print_row("forward + backward, weights resident", compute.step, tokens, compute.flops);
+    print_row("  of it forward", compute.forward, tokens, compute.flops / 3);
   }
   if (only == "compute") return;
 
@@ -286,7 +144,7 @@ void run(const Options& options) {
   if (on_host || options.has("trace")) engine->write_trace(trace);
   const Summary step = summarize(seconds);
   const double update = (after.optimizer_seconds - before.optimizer_seconds) / steps;
-  print_row("training step", step, tokens, flops);
+  print_row("training step", step, tokens, compute.flops);
   fmt::print(
       "host update {:.4f} s per step; up {}, down {} per step\n", update,
       format_bytes((after.uploaded_bytes - before.uploaded_bytes) / static_cast<size_t>(steps)),
@@ -296,6 +154,7 @@ void run(const Options& options) {
     print_operations(trace, steps, step.median);
     if (!options.has("trace")) std::filesystem::remove(trace);
   }
+  if (!config.nvme.paths.empty()) print_swap_phase(*engine, batches, steps);
   if (only == "step") return;
   const double backward = compute.step.median - compute.forward.median;
   const double bound = backward + std::max(compute.forward.median, update);
@@ -311,7 +170,7 @@ void run(const Options& options) {
 
 int main(int argc, char** argv) {
   try {
-    orlop::bench::run(orlop::bench::parse(argc, argv));
+    orlop::bench::run(orlop::bench::parse_options(argc, argv));
     return 0;
   } catch (const orlop::Error& error) {
     fmt::print(stderr, "bench_step: {}\n", error.what());

@@ -117,6 +117,9 @@ void bind_training(py::class_<EngineHandle>& engine) {
           "this "
           "returns; whatever reads states waits for it.")
       .def(
+          "synchronize", [](EngineHandle& self) { self.get().synchronize(); }, Release(),
+          "Returns when the update of the last step is over and on its drives.")
+      .def(
           "evaluate",
           [](EngineHandle& self, const std::vector<MicroBatch>& batches) {
             return self.get().evaluate(batches);

@@ -83,6 +83,21 @@ class OptimizerHandle {
     return version;
   }
 
+  uint32_t accumulate(int64_t tensor, const GradientView& sum, bool add, Address wait,
+                      Address handle, const py::object& owner) {
+    // The view was made of memory that Python may write.
+    auto* data = static_cast<float*>(const_cast<void*>(sum.data));
+    return keep(owner, [&] {
+      return get().accumulate(tensor, {data, static_cast<size_t>(sum.numel)}, add,
+                              make_fence(wait, handle));
+    });
+  }
+
+  uint32_t measure(int64_t tensor, const GradientView& gradient, Address wait, Address handle,
+                   const py::object& owner) {
+    return keep(owner, [&] { return get().measure(tensor, gradient, make_fence(wait, handle)); });
+  }
+
   void synchronize() {
     {
       const py::gil_scoped_release release;
@@ -92,6 +107,14 @@ class OptimizerHandle {
   }
 
  private:
+  // Submits without the interpreter lock; `owner` is referenced until synchronize().
+  template <typename Submit>
+  uint32_t keep(const py::object& owner, const Submit& submit) {
+    in_flight_.push_back(owner);
+    const py::gil_scoped_release release;
+    return submit();
+  }
+
   std::unique_ptr<TensorOptimizer> optimizer_;
   std::vector<py::object> weights_;  // by tensor
   std::vector<py::object> in_flight_;
@@ -243,15 +266,20 @@ void bind_tensor_optimizer(py::module_& module) {
       .def("update", &OptimizerHandle::update, py::arg("updates"), py::arg("grad_scale"),
            py::arg("step"), py::arg("gradients"),
            "Submits updates; `gradients` are referenced until synchronize().")
+      .def("accumulate", &OptimizerHandle::accumulate, py::arg("tensor"), py::arg("sum"),
+           py::arg("add"), py::arg("wait") = 0, py::arg("handle") = 0,
+           py::arg("owner") = py::none(),
+           "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")
+      .def("measure", &OptimizerHandle::measure, py::arg("tensor"), py::arg("gradient"),
+           py::arg("wait") = 0, py::arg("handle") = 0, py::arg("owner") = py::none())
       .def(
-          "accumulate",
-          [](OptimizerHandle& self, int64_t tensor, Address sum, int64_t numel, bool add,
-             Address wait, Address handle) {
-            self.get().accumulate(tensor, {pointer<float>(sum), static_cast<size_t>(numel)}, add,
-                                  make_fence(wait, handle));
+          "measured",
+          [](OptimizerHandle& self, int64_t tensor) {
+            const py::gil_scoped_release release;
+            const GradientNorm norm = self.get().measured(tensor);
+            return std::pair{norm.square_sum, norm.first_element};
           },
-          py::arg("tensor"), py::arg("sum"), py::arg("numel"), py::arg("add"), py::arg("wait") = 0,
-          py::arg("handle") = 0, Release())
+          py::arg("tensor"), "(sum of squares, first element with NaN or Inf or -1).")
       .def(
           "wait",
           [](OptimizerHandle& self, const std::vector<int64_t>& tensors) {

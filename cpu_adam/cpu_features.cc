@@ -38,22 +38,6 @@ Topology load_topology(const std::string& synthetic) {
   return topology;
 }
 
-// Logical CPUs of this thread's affinity mask. The mask grows until the kernel's fits.
-std::vector<int> allowed_cpus() {
-  for (int capacity = 1024; capacity <= 1 << 20; capacity *= 2) {
-    std::unique_ptr<cpu_set_t, decltype([](cpu_set_t* set) { CPU_FREE(set); })> set(
-        CPU_ALLOC(static_cast<size_t>(capacity)));
-    const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(capacity));
-    if (sched_getaffinity(0, bytes, set.get()) != 0) continue;
-    std::vector<int> cpus;
-    for (int cpu = 0; cpu < capacity; ++cpu) {
-      if (CPU_ISSET_S(static_cast<size_t>(cpu), bytes, set.get())) cpus.push_back(cpu);
-    }
-    return cpus;
-  }
-  return {};
-}
-
 // Clang's __builtin_cpu_supports does not know this one.
 bool cpu_has_f16c() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -110,6 +94,46 @@ int physical_cores(const std::vector<int>& allowed, const std::string& synthetic
   }
   // A virtual machine may hide its cores: then every logical CPU counts as one.
   return cores > 0 ? cores : static_cast<int>(allowed.size());
+}
+
+// The mask grows until the kernel's fits.
+std::vector<int> allowed_cpus() {
+  for (int capacity = 1024; capacity <= 1 << 20; capacity *= 2) {
+    std::unique_ptr<cpu_set_t, decltype([](cpu_set_t* set) { CPU_FREE(set); })> set(
+        CPU_ALLOC(static_cast<size_t>(capacity)));
+    const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(capacity));
+    if (sched_getaffinity(0, bytes, set.get()) != 0) continue;
+    std::vector<int> cpus;
+    for (int cpu = 0; cpu < capacity; ++cpu) {
+      if (CPU_ISSET_S(static_cast<size_t>(cpu), bytes, set.get())) cpus.push_back(cpu);
+    }
+    return cpus;
+  }
+  return {};
+}
+
+std::vector<int> part_of_cpus(const std::vector<int>& allowed, int index, int parts,
+                              const std::string& synthetic) {
+  const Topology topology = load_topology(synthetic);
+  std::vector<std::vector<int>> cores;  // in hwloc's logical order: by package, memory, core
+  hwloc_obj_t core = nullptr;
+  while ((core = hwloc_get_next_obj_by_type(topology.get(), HWLOC_OBJ_CORE, core)) != nullptr) {
+    std::vector<int> cpus;
+    for (const int cpu : allowed) {
+      if (hwloc_bitmap_isset(core->cpuset, static_cast<unsigned>(cpu)) != 0) cpus.push_back(cpu);
+    }
+    if (!cpus.empty()) cores.push_back(std::move(cpus));
+  }
+  if (cores.empty()) {  // hidden by a virtual machine
+    for (const int cpu : allowed) cores.push_back({cpu});
+  }
+  const size_t length = cores.size() / static_cast<size_t>(parts);
+  std::vector<int> part;
+  for (size_t i = 0; i < length; ++i) {
+    const std::vector<int>& cpus = cores[static_cast<size_t>(index) * length + i];
+    part.insert(part.end(), cpus.begin(), cpus.end());
+  }
+  return part;
 }
 
 int usable_cores() {

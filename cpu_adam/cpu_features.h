@@ -29,6 +29,15 @@ std::string cpu_summary();
 // such as "core:8 pu:2"; empty means this machine.
 int physical_cores(const std::vector<int>& allowed, const std::string& synthetic = "");
 
+// Logical CPUs that this thread may run on.
+std::vector<int> allowed_cpus();
+
+// Those of part `index` when the cores that `allowed` touches are cut into `parts` runs of equal
+// length (those left over stay idle), in an order in which neighbours share a memory. Empty when
+// there are fewer cores than parts.
+std::vector<int> part_of_cpus(const std::vector<int>& allowed, int index, int parts,
+                              const std::string& synthetic = "");
+
 // CPUs that the cgroups of this process (v2, v1 or both, all levels that it can see) allow on
 // average; the smallest if several do; none without a quota. Files are read below `root`, "" for
 // this machine.

@@ -53,7 +53,13 @@ class CudaEvent final : public Event {
 
   cudaEvent_t get() const { return handle_.get(); }
 
+  // What a queue does that waits for this event, as its trace has it: told by the queue that has
+  // recorded the event, which owns the text.
+  const char* wait_name() const { return wait_name_; }
+  void set_wait_name(const char* name) { wait_name_ = name; }
+
  private:
+  const char* wait_name_ = "wait";
   int device_;
   CudaEventHandle handle_;
 };

@@ -12,6 +12,7 @@ CudaQueue::CudaQueue(const QueueContext& context, std::string name, int priority
                      size_t workspace_bytes)
     : context_(context),
       name_(std::move(name)),
+      wait_name_("wait for " + name_),
       stream_(priority),
       workspace_(workspace_bytes),
       idle_(context.device),
@@ -19,13 +20,16 @@ CudaQueue::CudaQueue(const QueueContext& context, std::string name, int priority
 
 void CudaQueue::record(Event& event) {
   const DeviceScope scope(context_.device);
-  ORLOP_CUDA(cudaEventRecord(static_cast<CudaEvent&>(event).get(), stream_.get()));
+  auto& recorded = static_cast<CudaEvent&>(event);
+  ORLOP_CUDA(cudaEventRecord(recorded.get(), stream_.get()));
+  recorded.set_wait_name(wait_name_.c_str());
 }
 
 void CudaQueue::wait(const Event& event) {
   const DeviceScope scope(context_.device);
-  ORLOP_CUDA(cudaStreamWaitEvent(stream_.get(), static_cast<const CudaEvent&>(event).get(),
-                                 cudaEventWaitDefault));
+  const auto& recorded = static_cast<const CudaEvent&>(event);
+  const QueueTrace::Span span(trace_, recorded.wait_name());
+  ORLOP_CUDA(cudaStreamWaitEvent(stream_.get(), recorded.get(), cudaEventWaitDefault));
 }
 
 void CudaQueue::wait_gate(Gate gate, uint32_t version) {
@@ -37,6 +41,7 @@ void CudaQueue::wait_gate(Gate gate, uint32_t version) {
     fail(ErrorCode::kUsage, "queue '{}': the gate at {} is not in registered host memory ({})",
          name_, static_cast<const void*>(gate.value), cudaGetErrorName(result));
   }
+  const QueueTrace::Span span(trace_, "wait_gate");
   context_.driver->stream_wait_at_least(stream_.get(), reinterpret_cast<CUdeviceptr>(address),
                                         version);
 }

@@ -48,6 +48,7 @@ class CudaQueue final : public Queue {
  private:
   QueueContext context_;
   std::string name_;
+  std::string wait_name_;  // of the events recorded here
   CudaStream stream_;
   DeviceBuffer workspace_;
   CudaEvent idle_;  // synchronize() sleeps on it

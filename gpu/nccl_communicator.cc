@@ -153,11 +153,15 @@ void NcclCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DTyp
 
 template <typename Call>
 void NcclCommunicator::issue(Queue& queue, const CollectiveId& id, const Call& call) {
-  const cudaStream_t stream = cuda_queue(queue).stream();
+  CudaQueue& on = cuda_queue(queue);
+  const cudaStream_t stream = on.stream();
   const DeviceScope scope(device_);
   std::lock_guard lock(mutex_);
-  check(!ended_, ErrorCode::kCommunicator, "{}", host_.failure());
-  settle(call(stream), describe(id));
+  check(!ended_, ErrorCode::kCommunicator, "{}; {}", host_.failure(), completed_.describe(rank()));
+  {
+    const QueueTrace::Span span(on.trace(), collective_name(id.kind));
+    settle(call(stream), describe(id));
+  }
   std::unique_ptr<CudaEvent> end = take_event();
   ORLOP_CUDA(cudaEventRecord(end->get(), stream));
   issued_.push_back({id, std::move(end), Clock::now()});
@@ -200,6 +204,7 @@ void NcclCommunicator::watch() {
     }
     if (failure.empty()) continue;
     host_.abort(failure);
+    log_warning("collectives end ({}); {}", failure, completed_.describe(rank()));
     end_collectives();
   }
 }
@@ -208,6 +213,7 @@ void NcclCommunicator::watch() {
 std::string NcclCommunicator::find_failure() {
   while (!issued_.empty() && issued_.front().end->query()) {
     free_events_.push_back(std::move(issued_.front().end));
+    completed_.set(issued_.front().id);
     issued_.pop_front();
     if (!issued_.empty()) issued_.front().since = Clock::now();
   }
@@ -217,12 +223,12 @@ std::string NcclCommunicator::find_failure() {
   const ncclResult_t result = asked == ncclSuccess ? asynchronous : asked;
   const std::string last = issued_.empty() ? "no collective" : describe(issued_.front().id);
   if (result != ncclSuccess && result != ncclInProgress) {
-    return fmt::format("NCCL, in {}: {} ({})", last, nccl_.get_error_string(result),
-                       nccl_.get_last_error(comm_));
+    return fmt::format("NCCL, in {}: {} ({}); {}", last, nccl_.get_error_string(result),
+                       nccl_.get_last_error(comm_), completed_.describe(rank()));
   }
   if (!issued_.empty() && Clock::now() - issued_.front().since > timeout_) {
-    return fmt::format("{} has not ended within {:.0f} s: a rank has not come to it", last,
-                       timeout_.count());
+    return fmt::format("{} has not ended within {:.0f} s: a rank has not come to it; {}", last,
+                       timeout_.count(), completed_.describe(rank()));
   }
   return "";
 }

@@ -89,6 +89,8 @@ void UringBackend::try_ring() {
   io_uring_cqe_seen(&ring_, cqe);
 }
 
+// One by one: the kernel merges neighbours that come in one call, up to what the drive takes in one
+// request, and as they then end and come again together, the drive's queue would stay shallow.
 size_t UringBackend::submit(std::span<const IoRequest> requests) {
   size_t accepted = 0;
   for (const IoRequest& request : requests) {
@@ -98,6 +100,7 @@ size_t UringBackend::submit(std::span<const IoRequest> requests) {
       io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
       if (!sqe) break;
       prepare(sqe, request);
+      enter(0);
     }
     ++accepted;
   }

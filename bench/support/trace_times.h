@@ -5,8 +5,15 @@
 
 namespace orlop::bench {
 
-// Seconds of every operation of a trace that Engine::write_trace wrote: "lane: name" -> sum of its
-// spans. Numbers at the end of a name (which FlatParam) do not count as part of it.
+// Seconds of a trace by "lane: name", numbers at the end of names left out.
 std::map<std::string, double> trace_times(const std::string& path);
+
+// What the compute queue of a trace waits for.
+struct ComputeWaits {
+  double busy_seconds = 0;                     // its own work
+  std::map<std::string, double> wait_seconds;  // by what it waits for: "wait for comm", ...
+  double exposed_seconds = 0;  // of its waits for the comm queue, while that runs a collective
+};
+ComputeWaits compute_waits(const std::string& path);
 
 }  // namespace orlop::bench

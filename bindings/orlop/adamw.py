@@ -212,6 +212,7 @@ class AdamW(torch.optim.Optimizer):
         for i, (p, link) in enumerate(zip(params, slot_links, strict=True)):
             held = leaves[i] or bool(link)
             slot = Slot(self._native, first + i, p, self._names[p], self._moments, link, held)
+            slot.measures = self._nonfinite != "apply"
             if self._is_streamed(p):
                 self._stream.home_is(slot)
             self._slots[p] = slot
@@ -358,10 +359,13 @@ class AdamW(torch.optim.Optimizer):
                 owners += [owner, slot.arrival]
             version = self._native.update(updates, factor, self.steps, owners)
             for slot, _ in run:
+                slot.job = version
                 self.state[slot.param]["step"] += 1
                 if slot.link:
                     slot.link.upload(self._native, slot, version)
                 slot.wrote_weights()
+        if self._stream is not None:
+            self._stream.fetch_resident()
         if self._gate is not None:
             self._gate.close([slot for slot, _ in work])
             return
@@ -441,11 +445,15 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def scale_gradients_(self, factor):
         """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
+        # The update takes finite factors alone; where NaN is to be applied, it goes into the gradients.
+        inside = self._nonfinite == "apply" and not math.isfinite(factor)
         for slot, _ in self._gather():
-            if slot.is_away:
+            if slot.is_away and not inside:
                 slot.scale_gradient(slot.stand_in, factor)
-            else:
-                slot.param.grad.mul_(factor)
+                continue
+            if slot.is_away:
+                slot.restore_gradient(slot.stand_in)
+            slot.param.grad.mul_(factor)
 
     def _slot_of(self, p):
         if p not in self._slots:

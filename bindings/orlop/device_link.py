@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections import deque
 
 import torch
 
@@ -12,6 +13,7 @@ _log = logging.getLogger("orlop")
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
 _WAIT_UNTIL_AT_LEAST = 0x0  # CU_STREAM_WAIT_VALUE_GEQ
+_MOST_LEAVING = 1 << 30  # bytes of gradients on the device that are on their way
 
 
 @functools.cache
@@ -43,11 +45,15 @@ class DeviceLink:
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
         self._pinned: dict[int, int] = {}  # bytes by address
+        self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()  # gradients on their way, their bytes
+        self._leaving_bytes = 0
+        self._gates: dict[int, int | None] = {}  # address on the device of words that it waits for
         self.unpinned_bytes = 0
         self._driver = _driver()
 
     def pin(self, ranges: list[tuple[int, int]]) -> None:
         """Registers host memory, so that copies from and to it run beside everything else."""
+        self._gates.clear()
         torch.cuda.current_stream(self.device).synchronize()  # makes the device's context current
         for address, size in ranges:
             if address in self._pinned or size == 0 or self._driver is None:
@@ -70,6 +76,9 @@ class DeviceLink:
         for address in self._pinned:
             self._driver.cuMemHostUnregister(address)
         self._pinned.clear()
+        self._gates.clear()
+        self._leaving.clear()
+        self._leaving_bytes = 0
 
     close = unpin
 
@@ -78,15 +87,29 @@ class DeviceLink:
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def offload(self, grad: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
-        """Copies a gradient (numel) that torch's current stream has written; returns its arrival."""
+    def offload(self, grad: torch.Tensor, slot) -> torch.cuda.Event:
+        """Copies a gradient (numel) that torch's current stream has written to where the slot keeps it, behind
+        the slot's last job; returns its arrival. This thread waits only where too much is on its way."""
+        host = slot.host_gradient
+        self._bound_leaving(grad.numel() * grad.element_size())
         self.down.wait_stream(torch.cuda.current_stream(self.device))
+        if slot.job and not self._wait_on_device(self.down, slot, slot.job):
+            slot.native.wait([slot.index])
         with torch.cuda.stream(self.down):
             host.copy_(grad, non_blocking=self._is_pinned(host.data_ptr()))
             arrival = torch.cuda.Event(blocking=True)
             arrival.record(self.down)
         grad.record_stream(self.down)
+        self._leaving.append((arrival, grad.numel() * grad.element_size()))
         return arrival
+
+    def _bound_leaving(self, size: int) -> None:
+        """Device memory of gradients that wait for the host stays bounded."""
+        while self._leaving and (self._leaving_bytes + size > _MOST_LEAVING or self._leaving[0][0].query()):
+            arrival, left = self._leaving.popleft()
+            arrival.synchronize()
+            self._leaving_bytes -= left
+        self._leaving_bytes += size
 
     def fence(self, arrival: torch.cuda.Event | None) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for an arrival: address and argument."""
@@ -114,23 +137,38 @@ class DeviceLink:
 
     def upload(self, native, slot, version: int) -> None:
         """Brings the new weights once their update has run; this thread does not wait for it."""
-        gate = native.written_address(slot.index)
-        if not self._wait_on_device(gate, version):
-            native.wait([slot.index])
+        self.wait_written(slot, version)
         with torch.cuda.stream(self.up):
             weights = slot.param.detach().as_strided((slot.numel,), (1,))
             weights.copy_(slot.host_weights, non_blocking=self._is_pinned(slot.host_weights.data_ptr()))
             slot.uploaded = torch.cuda.Event()
             slot.uploaded.record(self.up)
 
-    def _wait_on_device(self, gate: int, version: int) -> bool:
-        if self._driver is None or not self._is_pinned(gate):
+    def wait_written(self, slot, version: int) -> None:
+        """Uploads from here on find the slot's weights as `version` has left them."""
+        if not self._wait_on_device(self.up, slot, version):
+            slot.native.wait([slot.index])
+
+    def _wait_on_device(self, stream: torch.cuda.Stream, slot, version: int) -> bool:
+        address = self._gate_address(slot.native.written_address(slot.index))
+        if address is None:
             return False
-        address = ctypes.c_uint64()
-        if self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), gate, 0) != 0:
-            return False
-        stream = self.up.cuda_stream
-        return self._driver.cuStreamWaitValue32_v2(stream, address, version, _WAIT_UNTIL_AT_LEAST) == 0
+        status = self._driver.cuStreamWaitValue32_v2(
+            stream.cuda_stream, address, version, _WAIT_UNTIL_AT_LEAST
+        )
+        return status == 0
+
+    def _gate_address(self, gate: int) -> int | None:
+        """Where the device sees a pinned word; None for one that it does not."""
+        if gate not in self._gates:
+            address = ctypes.c_uint64()
+            seen = (
+                self._driver is not None
+                and self._is_pinned(gate)
+                and self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(address), gate, 0) == 0
+            )
+            self._gates[gate] = address.value if seen else None
+        return self._gates[gate]
 
     def wait_upload(self, slot) -> None:
         torch.cuda.current_stream(self.device).wait_event(slot.uploaded)

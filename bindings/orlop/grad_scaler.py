@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import errors
+from .offloaded_gradient import OffloadedGradient
 from .torch_support import torch
 
 
@@ -11,6 +12,9 @@ class GradScaler(torch.amp.GradScaler):
 
     min_scale: the scale never falls below it. max_failures: after so many overflows in a row at that floor
     update() raises NonFiniteError naming the first bad parameter and whether weight or gradient is bad.
+
+    fp16 parameters, whose gradients torch's scaler refuses to unscale in fp16, train too where orlop.AdamW has
+    taken the gradients: they are scaled in fp32 when the update reads them.
     """
 
     def __init__(self, device="cuda", init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5,
@@ -27,6 +31,16 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         super().unscale_(optimizer)
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        halves = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.grad.dtype == torch.float16
+        ]
+        allow_fp16 = allow_fp16 or all(isinstance(gradient, OffloadedGradient) for gradient in halves)
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def update(self, new_scale=None):
         if not self._enabled:

@@ -178,10 +178,11 @@ def _norm_all(gradients, ord=2, dtype=None):
 def _unscale_all(gradients, found_inf, inverse_scale):
     if not _all_offloaded(gradients):
         return NotImplemented
+    factor = float(inverse_scale)
     for gradient in gradients:
         if not gradient._slot.gradient_is_finite(gradient):
             found_inf.fill_(1.0)
-        gradient._slot.scale_gradient(gradient, float(inverse_scale))
+        gradient._slot.scale_gradient(gradient, factor)
     return None
 
 

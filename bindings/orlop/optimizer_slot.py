@@ -30,6 +30,8 @@ class Slot:
             self.planes[MASTER_KEY[self.dtype]] = self._plane(MASTER_KEY[self.dtype], torch.float32)
         self.host_weights = self._flat_plane("weights", self.dtype) if link else None
         self.host_gradient = self._flat_plane("gradient", self.dtype) if hold else None
+        self.measures = True  # whether every step asks for the norm
+        self.job = 0  # version of the last work that was submitted for this tensor
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
         self._forget()
@@ -79,6 +81,7 @@ class Slot:
         self.factor = 1.0
         self.summed = False
         self.square_sum: tuple[float, bool] | None = None  # of a gradient that has left
+        self.measured = False  # the optimizer's thread sums the squares of what is in host memory
         self.copied = False  # an equal copy of the plain `p.grad` is in host memory
         self.arrival = None  # event of the copy in flight
 
@@ -101,36 +104,46 @@ class Slot:
         if grad.dtype != self.dtype or grad.layout != torch.strided:
             return  # stays where it is
         grad = in_layout_of(grad.detach(), self.param)
-        self.native.wait([self.index])  # an update or a sum may still read what is overwritten
         if self.count == 1 and not self.summed:
             self._add_to_sum(first=True)
-            self.native.wait([self.index])
         self.arrival = self._copy_to_host(flat(grad))
         self.count += 1
         if self.count > 1:
             self._add_to_sum(first=False)
+        else:
+            self._measure()
         self.square_sum = None
         self.stand_in = OffloadedGradient.make(self.param, self)
         self.param.grad = self.stand_in
 
     def copy_gradient(self) -> None:
         """Copies the plain `p.grad` of a device for the update, and leaves it there."""
-        self.native.wait([self.index])
         self.arrival = self._copy_to_host(flat(in_layout_of(self.param.grad.detach(), self.param)))
+        self._measure()
         self.copied = True
 
     def _copy_to_host(self, grad: torch.Tensor):
+        """Behind the last job, which may still read what is overwritten."""
         if self.link:
-            return self.link.offload(grad, self.host_gradient)
+            return self.link.offload(grad, self)
+        self.native.wait([self.index])
         self.host_gradient.copy_(grad)
         return None
+
+    def _measure(self) -> None:
+        if not self.link or not self.measures:  # summed when somebody asks
+            return
+        wait, handle = self.link.fence(self.arrival)
+        self.job = self.native.measure(self.index, self._view_of(self.host_gradient), wait, handle, self.arrival)
+        self.measured = True
 
     def _add_to_sum(self, first: bool) -> None:
         if not hasattr(self, "sum"):
             self.sum = torch.empty(self.numel, dtype=torch.float32)
         wait, handle = self.link.fence(self.arrival) if self.link else (0, 0)
-        self.native.accumulate(self.index, self.sum.data_ptr(), self.numel, not first, wait, handle)
-        self.summed = True
+        view = self._view_of(self.sum)
+        self.job = self.native.accumulate(self.index, view, not first, wait, handle, self.arrival)
+        self.summed = self.measured = True
 
     def drop_gradient(self) -> None:
         if self.is_away:
@@ -157,15 +170,21 @@ class Slot:
             owner = self.sum if self.summed else self.host_gradient
         else:
             owner = in_layout_of(self.param.grad.detach(), self.param)
-        return _orlop.GradientView(owner.data_ptr(), DTYPES[owner.dtype], self.numel), owner
+        return self._view_of(owner), owner
+
+    def _view_of(self, values: torch.Tensor) -> _orlop.GradientView:
+        return _orlop.GradientView(values.data_ptr(), DTYPES[values.dtype], self.numel)
 
     def squares(self) -> tuple[float, bool]:
         """Sum of the squares of the gradient before `factor`, and whether all of it is finite."""
         if self.square_sum is not None and self.is_away:
             return self.square_sum
-        if self.is_away or self.copied:
-            self._arrived()
-        total, bad, _ = self.native.norm([self.view()[0]])
+        if self.measured:
+            total, bad = self.native.measured(self.index)
+        else:
+            if self.is_away or self.copied:
+                self._arrived()
+            total, bad, _ = self.native.norm([self.view()[0]])
         self.square_sum = (total, bad < 0)
         return self.square_sum
 

@@ -20,13 +20,14 @@ class Entry:
         self.kind = type(parameter)
         self.bytes = parameter.numel() * parameter.element_size()
         # The optimizer's copy takes its place where there is one.
-        self.host = flat(parameter).cpu().clone()
+        self.host = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
         self.slot = None
         self.version = parameter._version
         parameter.data = torch.empty_strided(
             parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
         )
         self.storage = parameter.untyped_storage()
+        self.flat = flat(parameter.data)  # (numel) in the same storage, with a version counter of its own
         parameter._orlop_entry = self
         self.empty()
 
@@ -51,13 +52,11 @@ class Entry:
         if self.slot is not None:
             self.slot.native.wait([self.slot.index])
 
-    def fill(self) -> None:
-        """Copies the weights from home. Autograd is not told: to it the weights never left."""
-        self._wait()
-        self.storage.resize_(self.bytes)
+    def open(self) -> None:
+        """Room for the weights. Autograd is not told: to it the weights never left."""
+        if self.storage.nbytes() != self.bytes:
+            self.storage.resize_(self.bytes)
         self.parameter.__class__ = self.kind
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.parameter):
-            flat(self.parameter).copy_(self.host, non_blocking=self.host.is_pinned())
         self.version = self.parameter._version
 
     def take_back(self) -> None:
@@ -78,6 +77,7 @@ class Block:
         self.bytes = sum(entry.bytes for entry in entries)
         self.here = False
         self.stale = False  # here, but an update has changed the home since
+        self.update = None  # slot and version of the last write of its last update
         self.resident = False  # never leaves
         self.arrived = None  # event of a copy that the compute stream has not waited for
         self.active = 0  # calls of its forward that have begun and not ended
@@ -94,6 +94,7 @@ class _Link:
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
         block = self._manager().block_of[parameter]
+        self._manager()._arrive(block)
         return flat(parameter).cpu() if block.here and not block.stale else parameter._orlop_entry.host
 
     def write_weights(self, slot) -> None:
@@ -102,12 +103,14 @@ class _Link:
 
     def upload(self, native, slot, version) -> None:
         """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
-        self._manager().block_of[slot.param].stale = True
+        block = self._manager().block_of[slot.param]
+        block.stale, block.update = True, (slot, version)
 
-    def offload(self, grad, host):
+    def offload(self, grad, slot):
         if self._inner is not None:
-            return self._inner.offload(grad, host)
-        host.copy_(grad)
+            return self._inner.offload(grad, slot)
+        slot.native.wait([slot.index])
+        slot.host_gradient.copy_(grad)
         return None
 
     def fence(self, arrival):
@@ -150,6 +153,7 @@ class StreamedWeights:
         """The optimizer has taken a parameter over: its copy of the weights is the home from now on."""
         entry = self.entry_of[slot.param]
         entry.slot, entry.host = slot, slot.host_weights
+        self.block_of[slot.param].update = None
 
     def resident_blocks(self) -> list[int]:
         """Blocks whose weights are on the device now."""
@@ -163,20 +167,43 @@ class StreamedWeights:
         self.fetches += 1
         if self.device_link is not None:
             up = self.device_link.up
-            compute = torch.cuda.current_stream(self.device_link.device)
-            up.wait_stream(compute)
+            up.wait_stream(torch.cuda.current_stream(self.device_link.device))
             for entry in block.entries:  # memory of the compute stream, written by the other one
-                entry.storage.resize_(entry.bytes)
+                entry.open()
+            if block.update is not None:
+                self.device_link.wait_written(*block.update)
             with torch.cuda.stream(up):
-                for entry in block.entries:
-                    entry.fill()
+                self._copy_home(block, not self.device_link.unpinned_bytes)
                 block.arrived = torch.cuda.Event()
                 block.arrived.record(up)
         else:
             for entry in block.entries:
-                entry.fill()
+                entry._wait()
+                entry.open()
+            self._copy_home(block, False)
         block.here, block.stale = True, False
         self.peak_blocks = max(self.peak_blocks, len(self.resident_blocks()))
+
+    @staticmethod
+    def _copy_home(block: Block, is_pinned: bool) -> None:
+        """One call for the whole block. `is_pinned`: the homes that an optimizer keeps are."""
+        if not block.entries:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [entry.flat for entry in block.entries],
+                [entry.host for entry in block.entries],
+                non_blocking=is_pinned and all(entry.slot is not None for entry in block.entries),
+            )
+
+    def fetch_resident(self) -> None:
+        """After an update was submitted: blocks that stay take their new weights as they are written, in the
+        order of their use; nobody waits but the stream that copies."""
+        if self.device_link is None:
+            return
+        for block in self.blocks:
+            if block.here and block.resident and block.stale:
+                self._fetch(block)
 
     def _arrive(self, block: Block) -> None:
         if block.arrived is not None:
@@ -194,8 +221,9 @@ class StreamedWeights:
     def refresh(self) -> None:
         """Blocks on the device that an update has passed by are fetched again."""
         for block in self.blocks:
-            if block.here and block.stale:
-                self._fetch(block)
+            if block.here:
+                if block.stale:
+                    self._fetch(block)
                 self._arrive(block)
 
     def release_all(self) -> None:
@@ -260,6 +288,8 @@ class StreamedWeights:
         for entry in self.entry_of.values():
             entry._wait()
             entry.slot = None
+        for block in self.blocks:
+            block.update = None
 
     def restore(self) -> None:
         """All weights on the device for good."""

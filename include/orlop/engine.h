@@ -93,6 +93,9 @@ class ORLOP_EXPORT Engine {
   // norms and tokens are those of all.
   StepResult step(std::span<const MicroBatch> batches);
 
+  // Returns when the update of the last step is over and on its drives. Throws its error.
+  void synchronize();
+
   // Mean loss without touching any state. All ranks together, with any number of micro-batches.
   EvalResult evaluate(std::span<const MicroBatch> batches);
 

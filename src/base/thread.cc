@@ -29,6 +29,20 @@ std::thread start_thread(std::string name, std::function<void()> body) {
   return thread;
 }
 
+AffinityScope::AffinityScope(std::span<const int> cpus) {
+  if (cpus.empty() || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+  cpu_set_t wanted;
+  CPU_ZERO(&wanted);
+  for (const int cpu : cpus) {
+    if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(static_cast<size_t>(cpu), &wanted);
+  }
+  is_set_ = sched_setaffinity(0, sizeof wanted, &wanted) == 0;
+}
+
+AffinityScope::~AffinityScope() {
+  if (is_set_) sched_setaffinity(0, sizeof before_, &before_);
+}
+
 const std::string& this_thread_name() { return name_slot(); }
 
 }  // namespace orlop

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <sched.h>
+
 #include <functional>
+#include <span>
 #include <string>
 #include <thread>
 
@@ -10,6 +13,20 @@ namespace orlop {
 // Signals stay with the main thread. Nothing may escape `body`; an escaping exception ends the
 // process.
 std::thread start_thread(std::string name, std::function<void()> body);
+
+// While it lives, the thread that has made it, and every thread that it starts, runs on these
+// logical CPUs alone; what they touch first lies near them. No CPUs: nothing changes.
+class AffinityScope {
+ public:
+  explicit AffinityScope(std::span<const int> cpus);
+  AffinityScope(const AffinityScope&) = delete;
+  AffinityScope& operator=(const AffinityScope&) = delete;
+  ~AffinityScope();
+
+ private:
+  bool is_set_ = false;
+  cpu_set_t before_{};
+};
 
 // Name given to start_thread, or "main".
 const std::string& this_thread_name();

@@ -20,7 +20,10 @@ std::string json_escaped(std::string_view text) {
 
 void Tracer::start() {
   std::lock_guard lock(mutex_);
-  if (spans_.empty()) origin_ = Clock::now();
+  if (!enabled()) {
+    spans_.clear();
+    origin_ = Clock::now();
+  }
   enabled_.store(true, std::memory_order_relaxed);
 }
 

@@ -16,6 +16,7 @@ class Tracer {
  public:
   using Clock = std::chrono::steady_clock;
 
+  // Forgets what was recorded before; nothing new while it is on.
   void start();
   void stop() { enabled_.store(false, std::memory_order_relaxed); }
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }

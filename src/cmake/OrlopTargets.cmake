@@ -7,6 +7,10 @@ target_compile_options(orlop_requirements INTERFACE
                             -fvisibility=hidden -fvisibility-inlines-hidden>)
 target_include_directories(orlop_requirements INTERFACE
   ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR})
+# Some compilers link their own copy of the C++ runtime into every library. Exported, parts of it
+# would take the place of the process's own: cuDNN then crashes in std::call_once.
+target_link_options(orlop_requirements INTERFACE
+  LINKER:--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a)
 if(ORLOP_SANITIZE)
   # Checks inside a loop keep clang from vectorising it, of which it would warn.
   target_compile_options(orlop_requirements INTERFACE

@@ -54,7 +54,24 @@ std::string disagreement(std::span<const CollectiveId> ids) {
 }
 
 void CollectiveCall::operator()() const {
-  communicator->execute(*this, HostCommunicator::Channel::kQueue);
+  communicator->run(*this, HostCommunicator::Channel::kQueue);
+}
+
+std::string LastCompleted::describe(int rank) const {
+  return fmt::format("rank {} had last completed {}", rank,
+                     is_set_ ? orlop::describe(id_) : "no collective of its queue");
+}
+
+void HostCommunicator::run(const CollectiveCall& call, Channel channel) {
+  try {
+    execute(call, channel);
+  } catch (const Error& error) {
+    std::lock_guard lock(completed_mutex_);
+    fail(error.code(), "{}; {}", error.what(), completed_.describe(rank()));
+  }
+  if (channel != Channel::kQueue) return;
+  std::lock_guard lock(completed_mutex_);
+  completed_.set(call.id);
 }
 
 void HostCommunicator::issue(Queue& queue, CollectiveCall call) {
@@ -93,18 +110,18 @@ void HostCommunicator::gather_on(Channel channel, std::span<const std::byte> sen
                                  std::span<std::byte> recv, std::string_view what) {
   ORLOP_INVARIANT(recv.size() == send.size() * static_cast<size_t>(world_size()));
   const int64_t count = static_cast<int64_t>(send.size());
-  execute({make_collective_id(CollectiveKind::kAllGather, DType::kU8, count, 0, what), send.data(),
-           recv.data(), this},
-          channel);
+  run({make_collective_id(CollectiveKind::kAllGather, DType::kU8, count, 0, what), send.data(),
+       recv.data(), this},
+      channel);
 }
 
 void HostCommunicator::broadcast_on(Channel channel, std::span<std::byte> values, int root,
                                     std::string_view what) {
   check_root(root);
   const int64_t count = static_cast<int64_t>(values.size());
-  execute({make_collective_id(CollectiveKind::kBroadcast, DType::kU8, count, root, what),
-           values.data(), values.data(), this},
-          channel);
+  run({make_collective_id(CollectiveKind::kBroadcast, DType::kU8, count, root, what), values.data(),
+       values.data(), this},
+      channel);
 }
 
 void HostCommunicator::all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,

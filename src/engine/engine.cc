@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <utility>
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/thread.h"
 #include "engine/checkpoint.h"
 #include "engine/gather_states.h"
 #include "engine/model_files.h"
@@ -67,8 +69,15 @@ class Engine::Impl {
       : ranks_(std::move(ranks)),
         config_(config),
         model_dir_(std::move(model_dir)),
-        session_(make_planning(model_dir_, config, planning_ranks(*ranks_), &tracer_), config,
-                 *ranks_, &tracer_),
+        local_(local_ranks(*ranks_)),
+        affinity_(std::in_place, local_.cpus),
+        session_(make_planning(model_dir_, config,
+                               {.world_size = ranks_->world_size(),
+                                .local = local_.count,
+                                .threads = local_.threads,
+                                .ranks = ranks_.get()},
+                               &tracer_),
+                 config, *ranks_, &tracer_),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
@@ -80,6 +89,7 @@ class Engine::Impl {
         load_weights(model_dir_, layout(), session_.states());
       }
     });
+    affinity_.reset();
   }
 
   int rank() const { return ranks_->rank(); }
@@ -93,6 +103,10 @@ class Engine::Impl {
     check_usable();
     check_wear();
     return changing([&] { return run_step(batches); });
+  }
+
+  void synchronize() {
+    changing([&] { optimizer_.wait_idle(); });
   }
 
   EvalResult evaluate(std::span<const MicroBatch> batches) {
@@ -321,10 +335,6 @@ class Engine::Impl {
     session_.save().check_finished();
   }
 
-  static PlanningRanks planning_ranks(Communicator& ranks) {
-    return {ranks.world_size(), ranks_on_this_machine(ranks), &ranks};
-  }
-
   // The other ranks must not wait for this one.
   void give_up(const char* reason) {
     failure_ = reason;
@@ -361,6 +371,10 @@ class Engine::Impl {
   std::shared_ptr<Communicator> ranks_;
   EngineConfig config_;
   std::string model_dir_;
+  LocalRanks local_;
+  // While this is made: its memory and its threads stay on the CPUs of this rank, the caller's
+  // thread does not.
+  std::optional<AffinityScope> affinity_;
   Tracer tracer_;
   Session session_;
   LrSchedule schedule_;
@@ -398,6 +412,7 @@ PlanReport Engine::plan(const std::string& model_dir, const EngineConfig& config
 const PlanReport& Engine::plan() const { return impl_->report(); }
 const EngineConfig& Engine::config() const { return impl_->config(); }
 StepResult Engine::step(std::span<const MicroBatch> batches) { return impl_->step(batches); }
+void Engine::synchronize() { impl_->synchronize(); }
 EvalResult Engine::evaluate(std::span<const MicroBatch> batches) {
   return impl_->evaluate(batches);
 }
@@ -425,6 +440,9 @@ void Engine::export_hf(const std::string& out_dir, size_t max_shard_bytes) {
 }
 Stats Engine::stats() const { return impl_->stats(); }
 void Engine::start_trace() { impl_->tracer().start(); }
-void Engine::write_trace(const std::string& path) { impl_->tracer().write(path); }
+void Engine::write_trace(const std::string& path) {
+  impl_->tracer().stop();
+  impl_->tracer().write(path);
+}
 
 }  // namespace orlop

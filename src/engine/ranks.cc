@@ -10,6 +10,7 @@
 #include "backend/backend.h"
 #include "base/check.h"
 #include "comm/single_communicator.h"
+#include "cpu_adam/cpu_features.h"
 #include "engine/backend_factory.h"
 #include "host/host_queue.h"
 
@@ -38,6 +39,14 @@ std::vector<size_t> values_of_all(Communicator& ranks, std::string_view what, si
   ranks.all_gather_values(std::as_bytes(std::span(&value, 1)),
                           std::as_writable_bytes(std::span(all)), what);
   return all;
+}
+
+// Whether the user has told OpenMP where its threads run.
+bool bound_by_openmp() {
+  for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"}) {
+    if (process_environment(name)) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -77,15 +86,33 @@ size_t most_over_ranks(Communicator& ranks, std::string_view what, size_t value)
   return *std::max_element(all.begin(), all.end());
 }
 
-int ranks_on_this_machine(Communicator& ranks) {
-  using Name = std::array<char, 256>;
-  Name own{};
-  check(::gethostname(own.data(), own.size() - 1) == 0, ErrorCode::kIo, "gethostname: {}",
-        errno_text(errno));
-  std::vector<Name> all(static_cast<size_t>(ranks.world_size()));
-  ranks.all_gather_values(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)),
+LocalRanks local_ranks(Communicator& ranks) {
+  struct Place {
+    std::array<char, 256> machine{};
+    size_t cpus = 0;  // a hash of those that it may run on
+  };
+  const std::vector<int> allowed = allowed_cpus();
+  Place own;
+  check(::gethostname(own.machine.data(), own.machine.size() - 1) == 0, ErrorCode::kIo,
+        "gethostname: {}", errno_text(errno));
+  own.cpus = std::hash<std::string>()(fmt::format("{}", fmt::join(allowed, ",")));
+  std::vector<Place> all(static_cast<size_t>(ranks.world_size()));
+  ranks.all_gather_values(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)),
                           "machine names");
-  return static_cast<int>(std::count(all.begin(), all.end(), own));
+  LocalRanks local;
+  local.count = 0;
+  int sharers = 0;
+  int index = 0;  // of this rank among them
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].machine != own.machine) continue;
+    ++local.count;
+    if (all[rank].cpus != own.cpus) continue;
+    if (static_cast<int>(rank) == ranks.rank()) index = sharers;
+    ++sharers;
+  }
+  local.threads = std::max(1, default_threads() / sharers);
+  if (sharers > 1 && !bound_by_openmp()) local.cpus = part_of_cpus(allowed, index, sharers);
+  return local;
 }
 
 std::unique_ptr<Communicator> one_rank() {

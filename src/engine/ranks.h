@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "comm/rendezvous.h"
 
@@ -32,8 +33,15 @@ void on_all_ranks(Communicator& ranks, std::string_view what, const Work& work) 
 size_t least_over_ranks(Communicator& ranks, std::string_view what, size_t value);
 size_t most_over_ranks(Communicator& ranks, std::string_view what, size_t value);
 
-// How many ranks run on the machine of this one.
-int ranks_on_this_machine(Communicator& ranks);
+// The ranks on the machine of this one.
+struct LocalRanks {
+  int count = 1;
+  // What ranks share that may run on the same logical CPUs is cut into one part for each: the
+  // threads of this rank, and the CPUs for them. Empty: whatever this thread may run on.
+  int threads = 1;
+  std::vector<int> cpus;
+};
+LocalRanks local_ranks(Communicator& ranks);
 
 // A run of one rank.
 std::unique_ptr<Communicator> one_rank();

@@ -93,8 +93,9 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   Planning planning;
   planning.model = make_transformer_config(read_hf_config(model_dir));
   check_config(config, planning.model);
-  planning.threads =
-      config.threads > 0 ? config.threads : std::max(1, default_threads() / ranks.local);
+  planning.threads = config.threads > 0  ? config.threads
+                     : ranks.threads > 0 ? ranks.threads
+                                         : std::max(1, default_threads() / ranks.local);
   planning.device = make_backend(config, ranks.local, planning.threads, tracer);
   const DeviceInfo info = planning.device.backend->info();
   // The thread that issues the step and the driver's need a core of their own: sharing one with the

@@ -34,7 +34,8 @@ struct Planning {
 // The ranks that a step is planned for.
 struct PlanningRanks {
   int world_size = 1;
-  int local = 1;                  // of them on this machine: they share its memory and its cores
+  int local = 1;                  // of them on this machine: they share its memory
+  int threads = 0;                // for this one; 0: its share of the machine's
   Communicator* ranks = nullptr;  // null: a plan alone, by whoever is not one of them
 };
 

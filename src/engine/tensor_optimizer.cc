@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
+#include <functional>
 #include <utility>
 
 #include "base/bytes.h"
@@ -51,11 +53,7 @@ class TensorOptimizer::Impl {
   GradientNorm norm(std::span<const GradientView> gradients) {
     GradientNorm norm;
     for (size_t i = 0; i < gradients.size(); ++i) {
-      const GradientView& gradient = gradients[i];
-      scratch_.resize(
-          std::max(scratch_.size(), static_cast<size_t>(ceil_div(gradient.numel, kNormChunk))));
-      const SquareSum sum =
-          grad_square_sum(gradient.data, gradient.dtype, gradient.numel, scratch_.data(), threads_);
+      const SquareSum sum = square_sum(gradients[i], scratch_, threads_);
       norm.square_sum += sum.sum;
       if (sum.first_nonfinite >= 0 && norm.first_tensor < 0) {
         norm.first_tensor = static_cast<int64_t>(i);
@@ -88,7 +86,7 @@ class TensorOptimizer::Impl {
     return submit(std::move(batch), step);
   }
 
-  void accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
+  uint32_t accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
     const TensorStore::Tensor& tensor = store_.at(index);
     const GradientView gradient{tensor.states.gradient, tensor.spec.dtype, tensor.spec.numel};
     check(gradient.data != nullptr || gradient.numel == 0, ErrorCode::kUsage,
@@ -96,15 +94,33 @@ class TensorOptimizer::Impl {
     check(sum.size() == static_cast<size_t>(gradient.numel), ErrorCode::kUsage,
           "tensor '{}' has {} elements, the sum has {}", tensor.spec.name, gradient.numel,
           sum.size());
-    auto batch = std::make_shared<UpdateBatch>();
-    batch->updates.push_back(HostUpdate{static_cast<int>(index),
-                                        {},
-                                        tensor.gate(),
-                                        [&tensor, gradient, sum, add, arrived, threads = threads_] {
-                                          wait_for(arrived, tensor.spec.name);
-                                          accumulate_gradient(gradient, sum, add, threads);
-                                        }});
-    submit(std::move(batch), 0);
+    const GradientView total{sum.data(), DType::kF32, gradient.numel};
+    SquareSum& found = result_of(index);
+    return submit_job(index, [this, &tensor, &found, gradient, total, sum, add, arrived] {
+      wait_for(arrived, tensor.spec.name);
+      accumulate_gradient(gradient, sum, add, threads_);
+      found = square_sum(total, queue_scratch_, threads_);
+    });
+  }
+
+  uint32_t measure(int64_t index, const GradientView& gradient, Fence arrived) {
+    const TensorStore::Tensor& tensor = store_.at(index);
+    check(gradient.numel == tensor.spec.numel, ErrorCode::kUsage,
+          "the gradient of '{}' has {} elements, its weights have {}", tensor.spec.name,
+          gradient.numel, tensor.spec.numel);
+    SquareSum& found = result_of(index);
+    return submit_job(index, [this, &tensor, &found, gradient, arrived] {
+      wait_for(arrived, tensor.spec.name);
+      found = square_sum(gradient, queue_scratch_, threads_);
+    });
+  }
+
+  GradientNorm measured(int64_t index) {
+    wait(index);
+    const SquareSum& found = result_of(index);
+    GradientNorm norm{found.sum, -1, found.first_nonfinite};
+    if (found.first_nonfinite >= 0) norm.first_tensor = 0;
+    return norm;
   }
 
   void wait(int64_t index) {
@@ -122,6 +138,27 @@ class TensorOptimizer::Impl {
   void synchronize() { queue_.wait_idle(); }
 
  private:
+  static SquareSum square_sum(const GradientView& gradient, std::vector<double>& scratch,
+                              int threads) {
+    const auto chunks = static_cast<size_t>(ceil_div(gradient.numel, kNormChunk));
+    if (scratch.size() < chunks) scratch.resize(chunks);
+    return grad_square_sum(gradient.data, gradient.dtype, gradient.numel, scratch.data(), threads);
+  }
+
+  SquareSum& result_of(int64_t index) {
+    const auto count = static_cast<size_t>(store_.count());
+    if (measured_.size() < count) measured_.resize(count);
+    return measured_.at(static_cast<size_t>(index));
+  }
+
+  // A job of one tensor that is no update: its gate opens when `work` has run.
+  uint32_t submit_job(int64_t index, std::function<void()> work) {
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->updates.push_back(
+        HostUpdate{static_cast<int>(index), {}, store_.at(index).gate(), std::move(work)});
+    return submit(std::move(batch), 0);
+  }
+
   uint32_t submit(std::shared_ptr<const UpdateBatch> batch, int64_t step) {
     UpdateJob job;
     job.scalars = &batch->scalars;
@@ -142,6 +179,8 @@ class TensorOptimizer::Impl {
   TensorStore store_;
   std::vector<uint32_t> submitted_;  // the newest version submitted for each tensor
   std::vector<double> scratch_;
+  std::vector<double> queue_scratch_;  // of the queue's thread
+  std::deque<SquareSum> measured_;     // by tensor; the queue's thread writes, and they never move
   uint32_t version_ = 0;
   OptimizerQueue queue_;  // last: its thread ends before what it works on
 };
@@ -182,9 +221,20 @@ uint32_t TensorOptimizer::update(std::span<const TensorUpdate> updates, float gr
   return impl_->update(updates, grad_scale, step);
 }
 
-void TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool add, Fence arrived) {
+uint32_t TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool add,
+                                     Fence arrived) {
   impl_->check_owner();
-  impl_->accumulate(tensor, sum, add, arrived);
+  return impl_->accumulate(tensor, sum, add, arrived);
+}
+
+uint32_t TensorOptimizer::measure(int64_t tensor, const GradientView& gradient, Fence arrived) {
+  impl_->check_owner();
+  return impl_->measure(tensor, gradient, arrived);
+}
+
+GradientNorm TensorOptimizer::measured(int64_t tensor) {
+  impl_->check_owner();
+  return impl_->measured(tensor);
 }
 
 void TensorOptimizer::wait(int64_t tensor) {

@@ -78,7 +78,10 @@ bool HostEvent::query() const {
   return !point.progress || point.progress->reached(point.ticket);
 }
 
-HostQueue::HostQueue(HostQueueOptions options) : options_(std::move(options)), ring_(kCapacity) {
+HostQueue::HostQueue(HostQueueOptions options)
+    : options_(std::move(options)),
+      progress_(std::make_shared<Progress>(options_.name)),
+      ring_(kCapacity) {
   if (options_.tracer) trace_lane_ = options_.tracer->lane(options_.name);
   thread_ = start_thread(options_.name, [this] {
     omp_set_num_threads(options_.threads);
@@ -103,7 +106,8 @@ void HostQueue::record(Event& event) {
 void HostQueue::wait(const Event& event) {
   HostEvent::Point point = static_cast<const HostEvent&>(event).point();
   if (!point.progress || point.progress == progress_) return;
-  push(Item{InlineTask("wait", [] {}), std::move(point), {}, 0});
+  const char* name = point.progress->wait_name();
+  push(Item{InlineTask(name, [] {}), std::move(point), {}, 0});
 }
 
 void HostQueue::wait_gate(Gate gate, uint32_t version) {

@@ -19,6 +19,12 @@ namespace orlop::host {
 // How far a queue has come. Shared with the events recorded on it, so that an event may outlive it.
 class Progress {
  public:
+  // `queue`: its name.
+  explicit Progress(const std::string& queue) : wait_name_("wait for " + queue) {}
+
+  // What another queue does that waits for this one, as its trace has it.
+  const char* wait_name() const { return wait_name_.c_str(); }
+
   struct Failure {
     std::exception_ptr error;  // null: none
     uint64_t ticket = 0;       // of the work that failed
@@ -42,6 +48,7 @@ class Progress {
  private:
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  const std::string wait_name_;
   uint64_t done_ = 0;
   Failure failure_;
 };
@@ -125,7 +132,7 @@ class HostQueue final : public Queue {
   void fail_with_current_exception(const char* name);
 
   const HostQueueOptions options_;
-  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  const std::shared_ptr<Progress> progress_;
   int trace_lane_ = 0;
 
   std::mutex mutex_;

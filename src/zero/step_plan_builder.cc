@@ -443,6 +443,7 @@ class Builder {
       if (is_head) offload_loss(loss, mb);
       if (b == 1 && !last_wave_) park_activation_grad(mb);
     }
+    release_reductions();
     for (const int param : block(b).flat_params) {
       if (!last_wave_ || last_user(param) == b) close_grad(param);
     }
@@ -466,7 +467,19 @@ class Builder {
       }
       set_block(emit(OpKind::kBackward, PlanLaneKind::kCompute, uses), b, mb);
     }
+    release_reductions();
     for (const int param : block(b).flat_params) close_grad(param);
+  }
+
+  // What the last visit's reduction works on keeps its bytes through this visit, whose compute
+  // would otherwise wait for the reduction before it could take them.
+  void release_reductions() {
+    const int last = static_cast<int>(plan_.ops.size()) - 1;
+    for (const int index : reduced_) {
+      PlanBuffer& buffer = plan_.buffers[static_cast<size_t>(index)];
+      buffer.last_op = std::max(buffer.last_op, last);
+    }
+    reduced_.clear();
   }
 
   void park_activation_grad(int mb) {
@@ -540,7 +553,8 @@ class Builder {
   }
 
   // Returns the buffer that holds the rounded gradient. fp32 is read where it is, unless it has to
-  // wait on the device.
+  // wait on the device. Behind a reduction it runs on the lane of that, so that the next visit's
+  // compute waits for neither.
   int round_grad(int param, int grad) {
     const ParamState& state = params_[static_cast<size_t>(param)];
     const int scratch = add_param_buffer(BufferKind::kNormScratch, param,
@@ -553,7 +567,9 @@ class Builder {
       rounded = add_param_buffer(BufferKind::kRoundedGrad, param, input_.rounded_grad_bytes(param));
     }
     if (rounded != grad) uses.push_back({rounded, true});
-    emit(OpKind::kRoundGrad, PlanLaneKind::kCompute, uses).param = param;
+    const PlanLaneKind lane = has_ranks() ? PlanLaneKind::kComm : PlanLaneKind::kCompute;
+    emit(OpKind::kRoundGrad, lane, uses).param = param;
+    if (has_ranks()) reduced_.insert(reduced_.end(), {grad, scratch, rounded});
     return rounded;
   }
 
@@ -733,6 +749,7 @@ class Builder {
   std::vector<int> activation_grads_;          // [micro-batch] on the device
   std::vector<int> parked_activation_grads_;   // likewise, in pinned memory between waves
   std::deque<int> in_flight_;                  // gradients in host memory, the oldest first
+  std::vector<int> reduced_;                   // buffers of the last visit's reductions
   int wave_begin_ = 0;
   int wave_end_ = 0;
   bool last_wave_ = true;

@@ -31,6 +31,23 @@ json written(const Tracer& tracer) {
   return parsed["traceEvents"];
 }
 
+TEST(Tracer, StartForgetsWhatWasRecordedBefore) {
+  Tracer tracer;
+  const int lane = tracer.lane("compute");
+  tracer.start();
+  const auto now = Tracer::Clock::now();
+  tracer.add(lane, "first", now, now + 1ms);
+  tracer.start();  // on already: goes on
+  tracer.add(lane, "second", now, now + 1ms);
+  EXPECT_EQ(written(tracer).size(), 3u);
+  tracer.stop();
+  tracer.start();
+  tracer.add(lane, "third", now, now + 1ms);
+  const json events = written(tracer);
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[1]["name"], "third");
+}
+
 TEST(Tracer, WritesLanesAndSpans) {
   Tracer tracer;
   EXPECT_FALSE(tracer.enabled());

@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -87,10 +88,14 @@ TEST(ThreadCommunicatorErrorTest, RanksThatDisagreeAreToldHow) {
   run_with_queues(3, [&](Communicator& comm, Queue& queue) {
     std::vector<float> send(60), recv(60);
     const int64_t count = comm.rank() == 2 ? 9 : 10;
+    comm.all_gather(queue, send.data(), recv.data(), 7, DType::kF32, "layer.4");
     comm.all_gather(queue, send.data(), recv.data(), count, DType::kF32, "test");
     const std::string message = error_of([&] { queue.synchronize(); });
     EXPECT_THAT(message, testing::HasSubstr("rank 0 calls all_gather of 10 F32"));
     EXPECT_THAT(message, testing::HasSubstr("rank 2 calls all_gather of 9 F32"));
+    EXPECT_THAT(message,
+                testing::HasSubstr(fmt::format(
+                    "rank {} had last completed all_gather of 7 F32 (layer.4)", comm.rank())));
     failures.fetch_add(1);
   });
   EXPECT_EQ(failures.load(), 3);

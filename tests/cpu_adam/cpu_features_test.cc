@@ -37,6 +37,19 @@ TEST(CpuFeatures, TopologyThatHwlocCannotReadIsRefused) {
   EXPECT_THROW(physical_cores({0}, "no such thing"), Error);
 }
 
+TEST(CpuFeatures, RanksShareTheCoresInRunsThatLieTogether) {
+  const std::string machine = "numa:2 core:4 pu:2";  // CPUs 0 to 7 in the first memory
+  EXPECT_EQ(part_of_cpus(cpus(0, 16), 0, 2, machine), cpus(0, 8));
+  EXPECT_EQ(part_of_cpus(cpus(0, 16), 1, 2, machine), cpus(8, 16));
+  EXPECT_EQ(part_of_cpus(cpus(0, 16), 3, 4, machine), cpus(12, 16));
+  // Hyper-threads numbered apart, as many servers do.
+  const std::string apart = "numa:2 core:4 pu:2(indexes=0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15)";
+  EXPECT_EQ(part_of_cpus(cpus(0, 16), 0, 4, apart), (std::vector<int>{0, 8, 1, 9}));
+  EXPECT_EQ(part_of_cpus({0, 1, 2, 3, 4, 5}, 2, 3, "core:3 pu:2"), cpus(4, 6));
+  EXPECT_EQ(part_of_cpus(cpus(0, 14), 2, 3, machine), cpus(8, 12)) << "one core stays idle";
+  EXPECT_TRUE(part_of_cpus(cpus(0, 4), 0, 3, machine).empty()) << "more ranks than cores";
+}
+
 // In a thread of its own, so that the mask of the other tests stays.
 TEST(CpuFeatures, FollowsTheRealAffinityMask) {
   std::async(std::launch::async, [] {

@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <vector>
 
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
@@ -37,9 +38,11 @@ struct MeasuredPeak {
 };
 
 // Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
-MeasuredPeak measure(const std::string& model, const RunKind& kind) {
-  ChildProcess worker({ORLOP_TRAIN_WORKER, "memory", model, model + "/run",
-                       std::to_string(kind.device_blocks), std::to_string(kind.clip)});
+MeasuredPeak measure(const std::string& mode, const std::string& model,
+                     const std::vector<std::string>& how) {
+  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model, model + "/run"};
+  command.insert(command.end(), how.begin(), how.end());
+  ChildProcess worker(command);
   const std::string line = worker.read_line().value_or("");
   EXPECT_EQ(worker.wait(), 0);
   MeasuredPeak measured;
@@ -68,8 +71,10 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
     spill(folder / "large" / "config.json", tiny_config(TinyFamily::kLlama, shape));
     spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlama));
   }
-  const MeasuredPeak large = measure((folder / "large").string(), GetParam());
-  const MeasuredPeak tiny = measure((folder / "tiny").string(), GetParam());
+  const std::vector<std::string> how = {std::to_string(GetParam().device_blocks),
+                                        std::to_string(GetParam().clip)};
+  const MeasuredPeak large = measure("memory", (folder / "large").string(), how);
+  const MeasuredPeak tiny = measure("memory", (folder / "tiny").string(), how);
   const double taken = large.peak - tiny.peak;
   RecordProperty("planned_mib", std::to_string(large.planned / 1048576));
   RecordProperty("taken_mib", std::to_string(taken / 1048576));
@@ -82,6 +87,34 @@ INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                          ::testing::Values(RunKind{0, 1}, RunKind{5, 1}, RunKind{0, 0},
                                            RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
                                            RunKind{-1, 0}));
+
+// As SmolLM2-135M, where the tied embedding is a fifth of all parameters.
+TinyShape smollm2_shape() {
+  TinyShape shape;
+  shape.vocab = 49152;
+  shape.hidden = 576;
+  shape.intermediate = 1536;
+  shape.layers = 30;
+  shape.heads = 9;
+  shape.kv_heads = 3;
+  shape.positions = 512;
+  return shape;
+}
+
+TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesInHostMemory) {
+  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  const TempFolder folder;
+  std::filesystem::create_directory(folder / "demo");
+  std::filesystem::create_directory(folder / "tiny");
+  spill(folder / "demo" / "config.json", tiny_config(TinyFamily::kLlamaTied, smollm2_shape()));
+  spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlamaTied));
+  const MeasuredPeak demo = measure("memory-tight", (folder / "demo").string(), {"0.25"});
+  const MeasuredPeak tiny = measure("memory", (folder / "tiny").string(), {"-1", "1"});
+  const double taken = demo.peak - tiny.peak;
+  RecordProperty("planned_mib", std::to_string(demo.planned / 1048576));
+  RecordProperty("taken_mib", std::to_string(taken / 1048576));
+  EXPECT_NEAR(taken, demo.planned, 0.05 * demo.planned);
+}
 
 // Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.
 double host_bytes_per_parameter(const std::string& model, double clip, int64_t micro_batches) {
@@ -105,14 +138,7 @@ double host_bytes_per_parameter(const std::string& model, double clip, int64_t m
 
 TEST(PlannedHostMemory, TakesTheStatesAndGradientsOnlyWhereTheyWaitForTheNorm) {
   const TempFolder folder;
-  TinyShape small;  // as SmolLM2-135M, where the tied embedding is a fifth of all parameters
-  small.vocab = 49152;
-  small.hidden = 576;
-  small.intermediate = 1536;
-  small.layers = 30;
-  small.heads = 9;
-  small.kv_heads = 3;
-  small.positions = 512;
+  const TinyShape small = smollm2_shape();
   TinyShape large = small;  // as Llama 2 7B
   large.vocab = 32000;
   large.hidden = 4096;

@@ -7,9 +7,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <thread>
 #include <vector>
@@ -327,6 +329,36 @@ TEST(TensorOptimizer, SumsKeptGradients) {
     optimizer.wait(0);
   }
   EXPECT_EQ(sum, expected);
+  const GradientView view{sum.data(), DType::kF32, 5000};
+  EXPECT_EQ(optimizer.measured(0).square_sum, optimizer.norm(std::vector{view}).square_sum);
+}
+
+TEST(TensorOptimizer, MeasuresBehindItsFence) {
+  std::vector<float> weights = random_floats(70001, 1);
+  std::vector<float> gradient(70001, NAN);
+  TensorOptimizer optimizer(2);
+  TensorSpec spec = fp32_spec("w", weights);
+  optimizer.add(std::vector{spec, spec});
+  static std::vector<float> arriving;
+  arriving = random_floats(70001, 2);
+  const Fence fence{[](void* target) {
+                      std::copy(arriving.begin(), arriving.end(), static_cast<float*>(target));
+                      return 0;
+                    },
+                    gradient.data()};
+  const GradientView view{gradient.data(), DType::kF32, 70001};
+  const uint32_t version = optimizer.measure(1, view, fence);
+  const GradientNorm found = optimizer.measured(1);
+  EXPECT_EQ(*optimizer.states(1).written_version, version);
+  const GradientNorm expected = optimizer.norm(std::vector{view});
+  EXPECT_GT(found.square_sum, 0.0);
+  EXPECT_EQ(found.square_sum, expected.square_sum);
+  EXPECT_EQ(found.first_element, -1);
+
+  gradient[69999] = std::numeric_limits<float>::infinity();
+  optimizer.measure(1, view, {});
+  EXPECT_EQ(optimizer.measured(1).first_element, 69999);
+  EXPECT_EQ(optimizer.measured(1).first_tensor, 0);
 }
 
 TEST(TensorOptimizer, ForkedChildIsRefusedAndLeavesItAlone) {

@@ -8,8 +8,10 @@
 #include <cerrno>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "nvme/io_backend.h"
 #include "orlop/engine.h"
@@ -17,6 +19,7 @@
 #include "tests/nvme/faulty_backend.h"
 #include "tests/nvme/mounts.h"
 #include "tests/support/engine_run.h"
+#include "tests/support/process.h"
 #include "tests/support/tiny_model.h"
 
 namespace orlop::test {
@@ -230,6 +233,56 @@ TEST_F(SwapFaults, CountersTellWhatWasPlanned) {
   EXPECT_EQ(after.nvme_written_bytes - before.nvme_written_bytes,
             engine->plan().nvme_written_bytes);
   EXPECT_GE(after.nvme_read_bytes - before.nvme_read_bytes, engine->plan().nvme_read_bytes);
+}
+
+// The losses of a process whose swapping meets the shim's faults, and its last line.
+struct ShimmedRun {
+  std::vector<std::string> losses;
+  std::string error;
+};
+
+ShimmedRun run_with_shim(const fs::path& folder, const std::string& faults) {
+  ChildProcess worker({"/usr/bin/env", std::string("LD_PRELOAD=") + ORLOP_IO_SHIM_LIBRARY,
+                       "ORLOP_IO_SHIM=" + faults, ORLOP_TRAIN_WORKER, "swap",
+                       (folder / "model").string(), (folder / "swap").string(), "threads"});
+  ShimmedRun run;
+  while (const std::optional<std::string> line = worker.read_line()) {
+    if (line->starts_with("loss ")) run.losses.push_back(*line);
+    if (line->starts_with("error ")) run.error = *line;
+  }
+  EXPECT_EQ(worker.wait(), 0);
+  return run;
+}
+
+// The kernel's own calls, below the backend that uses them.
+TEST(SwapThreads, MeetTheSameFaultsBelowThem) {
+  if (memory_is_instrumented()) GTEST_SKIP() << "a sanitizer's runtime must be the first library";
+  const TempFolder folder;
+  write_tiny_model(folder / "model", TinyFamily::kLlamaTied);
+  const ShimmedRun plain = run_with_shim(folder.path(), "");
+  ASSERT_EQ(plain.losses.size(), 4U) << plain.error;
+  for (const char* harmless : {"short", "eintr"}) {
+    const ShimmedRun run = run_with_shim(folder.path(), harmless);
+    EXPECT_EQ(run.losses, plain.losses) << harmless << ": " << run.error;
+  }
+  struct Broken {
+    const char* faults;
+    const char* operation;
+    const char* reason;
+  };
+  for (const Broken& broken :
+       {Broken{"eio:0", "write of 4096 bytes", "Input/output error"},  // the superblock
+        {"eio:90", "swap_", "Input/output error"},
+        {"enospc:0", "write of 4096 bytes", "No space left on device"},
+        {"enospc:40", "swap_out of shard", "No space left on device"}}) {
+    const char* const faults = broken.faults;
+    const ShimmedRun run = run_with_shim(folder.path(), faults);
+    EXPECT_LT(run.losses.size(), 4U) << faults;
+    for (const char* part : {broken.operation, broken.reason, "orlop-r0.swap", "offset"}) {
+      EXPECT_THAT(run.error, HasSubstr(part)) << faults;
+    }
+    EXPECT_TRUE(fs::is_empty(folder / "swap")) << faults;
+  }
 }
 
 }  // namespace

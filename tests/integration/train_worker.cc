@@ -2,6 +2,9 @@
 //   train_worker train MODEL RUN_DIR [SWAP_DIR]      trains without end, saves after every step;
 //                                                    with all states in SWAP_DIR
 //   train_worker train-on MODEL RUN_DIR [SWAP_DIR]   likewise, saving in the background
+//   train_worker swap MODEL SWAP_DIR ENGINE          trains four steps with all states on a drive,
+//                                                    moved by ENGINE; prints every loss, or "error"
+//                                                    and what it says
 //   train_worker memory MODEL RUN_DIR DEVICE_BLOCKS CLIP
 //                                                    trains two steps, from random weights where
 //                                                    the folder holds none, with so many blocks'
@@ -9,6 +12,9 @@
 //                                                    swap directory), clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
+//   train_worker memory-tight MODEL RUN_DIR SHARE    the same with the least device memory and host
+//                                                    memory of SHARE of the states, the rest in a
+//                                                    swap directory
 
 #include <cstdlib>
 #include <exception>
@@ -44,10 +50,46 @@ void train(const std::string& model, const std::string& run_dir, SaveMode mode,
   }
 }
 
-void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
-                    double clip) {
+void train_on_a_drive(const std::string& model, const std::string& swap_dir,
+                      const std::string& io_engine) {
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.nvme.paths = {swap_dir};
+  config.nvme.engine = io_engine;
+  config.nvme.direct = false;  // transfers of any length
+  config.placement.nvme_optimizer_blocks = 5;
+  config.placement.nvme_param_blocks = 3;
+  config.placement.swap_chunk = 4096;
+  try {
+    const auto engine = Engine::open(model, config);
+    for (int64_t step = 1; step <= 4; ++step) {
+      const StepResult result = engine->step(batches_of_step(config, 61, step));
+      engine->synchronize();
+      std::cout << "loss " << std::hexfloat << result.loss << std::endl;
+    }
+  } catch (const Error& error) {
+    std::cout << "error " << error.what() << std::endl;
+  }
+}
+
+void run_and_print_peak(const std::string& model, const std::string& run_dir,
+                        const EngineConfig& config) {
+  const auto engine = Engine::open(model, config);
+  for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
+  engine->save_checkpoint(run_dir, "", 1);
+  engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
+  std::cout << "peak " << peak_resident_bytes() << ' '
+            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+}
+
+EngineConfig memory_config(const std::string& model) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
   config.from_scratch = !std::filesystem::exists(model + "/model.safetensors");
+  return config;
+}
+
+void measure_memory(const std::string& model, const std::string& run_dir, int device_blocks,
+                    double clip) {
+  EngineConfig config = memory_config(model);
   if (device_blocks >= 0) {
     config.placement.device_optimizer_blocks = device_blocks;
   } else {
@@ -56,12 +98,21 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
     config.placement.nvme_param_blocks = 5;
   }
   config.optimizer.max_grad_norm = clip;
-  const auto engine = Engine::open(model, config);
-  for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
-  engine->save_checkpoint(run_dir, "", 1);
-  engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
-  std::cout << "peak " << peak_resident_bytes() << ' '
-            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+  run_and_print_peak(model, run_dir, config);
+}
+
+void measure_tight_memory(const std::string& model, const std::string& run_dir, double share) {
+  EngineConfig config = memory_config(model);
+  EngineConfig least = config;
+  least.placement.resident_blocks = 0;
+  least.placement.device_optimizer_blocks = 0;
+  least.placement.activations_on_device = false;
+  least.placement.prefetch_depth = 0;
+  const PlanReport plan = Engine::plan(model, least);
+  config.limits.device_bytes = plan.device_peak_bytes;
+  config.limits.host_bytes = static_cast<size_t>(share * static_cast<double>(plan.state_bytes));
+  config.nvme.paths = {run_dir + "/swap"};
+  run_and_print_peak(model, run_dir, config);
 }
 
 }  // namespace
@@ -74,12 +125,16 @@ int main(int argc, char** argv) {
       orlop::test::train(argv[2], argv[3],
                          mode == "train" ? orlop::SaveMode::kWait : orlop::SaveMode::kBackground,
                          argc == 5 ? argv[4] : "");
+    } else if (mode == "swap" && argc == 5) {
+      orlop::test::train_on_a_drive(argv[2], argv[3], argv[4]);
     } else if (mode == "memory" && argc == 6) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
+    } else if (mode == "memory-tight" && argc == 5) {
+      orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
     } else {
-      std::cerr
-          << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | memory MODEL RUN_DIR "
-             "DEVICE_BLOCKS CLIP\n";
+      std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
+                   "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
+                   "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE\n";
       return 2;
     }
   } catch (const std::exception& error) {

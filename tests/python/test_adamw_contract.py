@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -421,6 +422,38 @@ def test_scalers_unscale_and_clip(scaler_class, gradients):
         scaler.update()
         optimizer.zero_grad()
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_fp16_parameters_and_scalers():
+    """Gradients of fp16 weights are unscaled in fp32 once they have left, so that none is lost below fp16's
+    smallest number; in place torch refuses them, and so do both scalers."""
+    tiny = 2.0**-26  # as an fp16 number 0; scaled by 2^16 exact
+
+    def start(scaler_class, gradients):
+        p = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+        optimizer = orlop.AdamW([p], lr=0.25, weight_decay=0.0, eps=1e-12, gradients=gradients)
+        scaler = scaler_class("cpu", init_scale=2.0**16)
+        scaler.scale((p.float() * tiny).sum()).backward()
+        return p, optimizer, scaler
+
+    for scaler_class, gradients in itertools.product([torch.amp.GradScaler, orlop.GradScaler], ["stay", "leave"]):
+        p, optimizer, scaler = start(scaler_class, gradients)
+        if scaler_class is torch.amp.GradScaler or gradients == "stay":
+            with pytest.raises(ValueError, match="unscale FP16"):
+                scaler.unscale_(optimizer)
+            continue
+        scaler.unscale_(optimizer)
+        assert float(optimizer.clip_grad_norm_(1e9)) == 8 * tiny
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(p.float(), torch.full((64,), 0.75), atol=1e-3, rtol=0)
+        optimizer.zero_grad()
+        scaler.scale((p.float() * float("inf")).sum()).backward()
+        before = p.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(p, before)
+        assert scaler.get_scale() == 2.0**15
 
 
 # --- N-14, B-08, B-09, U-06: what a user reads and writes ----------------------------------------

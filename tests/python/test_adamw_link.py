@@ -49,8 +49,9 @@ class HostLink:
 
     close = unpin
 
-    def offload(self, grad, host):
-        return Late(host, grad)
+    def offload(self, grad, slot):
+        slot.native.wait([slot.index])
+        return Late(slot.host_gradient, grad)
 
     def fence(self, arrival):
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
@@ -128,6 +129,33 @@ def test_masters_and_weights_equal_the_formula(away, dtype, accumulation, gradie
             assert torch.equal(optimizer.master(p).flatten(), torch.from_numpy(reference.p))
             rounded = reference.rounded_half_up() if dtype == torch.bfloat16 else reference.p
             assert torch.equal(p.detach().flatten(), torch.from_numpy(rounded).to(dtype))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "apply"])
+@pytest.mark.parametrize("gradients", ["auto", "stay"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_norms_are_of_gradients_that_have_arrived(away, accumulation, gradients, nonfinite):
+    """Summed while they arrive, or, where no step checks them, when clipping asks; one NaN is noticed."""
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in [(7,), (130, 3), (70001,)]]
+    optimizer = orlop.AdamW(params, lr=0.0, gradients=gradients, nonfinite=nonfinite)
+    for step in range(4):
+        total = [torch.zeros(p.shape) for p in params]
+        for _ in range(accumulation):
+            targets = [torch.randn(p.shape) for p in params]
+            if step == 3:
+                targets[2][69999] = float("nan")
+            sum((p * t).sum() for p, t in zip(params, targets, strict=True)).backward()
+            total = [a + b for a, b in zip(total, targets, strict=True)]
+        norm = float(optimizer.clip_grad_norm_(1e9))
+        expected = sum(float(t.double().square().sum()) for t in total) ** 0.5
+        assert norm == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (step == 3 and nonfinite == "skip")
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert all(bool(p.isnan().all()) == (nonfinite == "apply") for p in params)  # as torch's clipping does
     optimizer.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from adam_reference import Reference  # noqa: E402
+from adam_reference import Reference, parameters_of_both_equal_torch  # noqa: E402
 
 STEPS = 100
 
@@ -159,6 +159,12 @@ def test_update_hidden_under_the_next_forward_equals_torch(accumulation, frozen)
     options = {"accumulation": accumulation, "max_norm": 0.05, "frozen": frozen, "schedule": True}
     ours = train(orlop.AdamW, make=lambda model: {"module": model}, **options)
     assert_equal_training(ours, train(torch.optim.AdamW, **options))
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_same_gradients_give_the_same_weights_as_torch(accumulation, hidden):
+    parameters_of_both_equal_torch("cpu", accumulation, hidden)
 
 
 def test_everywhere_the_same_bits():

@@ -471,8 +471,14 @@ def test_bench_io_sweeps_a_drive(capsys, tmp_path):
     assert all(point["read_gib_per_s"] > 0 < point["write_gib_per_s"] for point in result["points"])
     assert result["best"] in result["points"]
     assert list(tmp_path.iterdir()) == []
-    code, out, _ = run(capsys, "bench", "io", "--path", tmp_path, "--size", "4MiB", "--nvme-engine", "threads")
+    small = ("--path", tmp_path, "--size", "16MiB", "--pairs", 2)
+    code, out, _ = run(capsys, "bench", "io", *small, "--nvme-engine", "threads")
     assert (code, "threads" in out, "best: --nvme-block" in out) == (0, True, True)
+    assert list(tmp_path.iterdir()) == []
+    if shutil.which("fio") is None:
+        assert "fio is not installed" in out
+    else:
+        assert "beside fio" in out and all(f"  {name} " in out for name in ("read", "write", "mixed"))
 
 
 def swapping(tmp_path):

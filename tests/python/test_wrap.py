@@ -490,3 +490,49 @@ def test_lora_over_a_streamed_base(model_dir):
     assert optimizer.memory_report()["moments"] == 8 * sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_blocks_under_torch_compile(when):
+    """Case M-09: each block compiled by itself, before or after the wrap; two blocks at a time as ever."""
+    expected = train(*plain(Model()))
+    torch._dynamo.reset()
+    model = Model()
+
+    def compile_blocks():
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+
+    if when == "before":
+        compile_blocks()
+    model, optimizer = streamed(model)
+    if when == "after":
+        compile_blocks()
+    losses = train(model, optimizer)
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
+    assert stream_of(model).peak_blocks <= 2
+    assert stream_of(model).resident_blocks() == []
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["door1", "door2"])
+def test_a_thousand_steps_leave_nothing_behind(wrapped):
+    """Case R-10: host bytes and live tensors after step 1000 are those after step 200; two micro-batches a step."""
+    from test_adamw_contract import resident_bytes
+
+    def accumulate(model, x, _):
+        model(x).square().mean().backward()
+        return model(x)
+
+    model, hyper = Model(blocks=2), {"lr": 1e-2, "threads": 1}
+    if wrapped:
+        model, optimizer = orlop.wrap(model, hyper)
+    else:
+        optimizer = orlop.AdamW(model.parameters(), module=model, **hyper)
+    seen = []
+    for first in range(0, 1000, 100):
+        train(model, optimizer, steps=100, forward=accumulate, first=first)
+        optimizer.synchronize()
+        resident = resident_bytes()
+        seen.append((resident, sum(torch.is_tensor(o) for o in gc.get_objects())))
+    assert seen[-1][0] <= seen[1][0] + (1 << 20), seen
+    assert seen[-1][1] == seen[1][1], seen

@@ -113,6 +113,53 @@ TEST(RankPlan, RanksShareStatesAndLinks) {
   EXPECT_LT(upload_seconds(four), upload_seconds(one));
 }
 
+// What is summed over the ranks has the whole backward pass of another block to arrive.
+TEST(RankPlan, ComputeNeverWaitsForTheSumsOfTheVisitBefore) {
+  const PlanInput input = rank_input(4);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  for (const int on_device : {0, params}) {
+    for (const int wave : {1, 3}) {
+      const StepPlan plan = make_train_plan(input, placement(input, 0, on_device, wave));
+      int waits = 0;
+      for (const PlanOp& op : plan.ops) {
+        if (op.kind != OpKind::kBackward && op.kind != OpKind::kZeroGrad) continue;
+        for (const int wait : op.waits) {
+          const PlanOp& sum = plan.ops[static_cast<size_t>(wait)];
+          if (sum.kind != OpKind::kReduceScatter && sum.kind != OpKind::kRoundGrad) continue;
+          ++waits;
+          const auto first = plan.ops.begin() + wait;
+          EXPECT_TRUE(std::any_of(first, plan.ops.begin() + (&op - plan.ops.data()),
+                                  [](const PlanOp& o) { return o.kind == OpKind::kBackward; }))
+              << op_name(op.kind) << " of " << op.block << ", " << op.param << " waits for "
+              << op_name(sum.kind) << " of " << sum.param;
+        }
+      }
+      EXPECT_GT(waits, 0);  // the bytes of gradients are used again
+    }
+  }
+}
+
+// The stall of a step whose collectives are as fast as those of GPUs: what the last sum and the
+// first weights take.
+TEST(RankPlan, CollectivesHideBehindBackward) {
+  PlanInput input = rank_input(4);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  HardwareProfile profile = default_profile("host", true, 2);
+  profile.launch_seconds = 0;
+  const StepPlan plan = make_train_plan(input, placement(input, 0, params, 3));
+  double most = 0;  // seconds of one FlatParam's collectives, made half of a layer's backward pass
+  double shortest = 1e30;
+  for (const PlanOp& op : plan.ops) {
+    const double seconds = op_seconds(input, plan, op, profile);
+    if (op.lane == PlanLaneKind::kComm) most = std::max(most, seconds);
+    if (op.kind == OpKind::kBackward && op.block > 0) shortest = std::min(shortest, seconds);
+  }
+  profile.collective_bytes_per_s *= 4 * most / shortest;
+  const Simulation time = simulate(input, plan, profile);
+  const size_t comm = static_cast<size_t>(PlanLaneKind::kComm);
+  EXPECT_LT(time.stall_seconds[comm], 0.25 * time.busy_seconds[comm]);
+}
+
 TEST(PlanCheck, FindsWeightsThatNotAllRanksHaveBrought) {
   const PlanInput input = rank_input(2);
   const PlacementPlan where = placement(input, 0, 0, 3);

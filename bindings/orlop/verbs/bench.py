@@ -1,5 +1,5 @@
 """orlop bench: times training steps on random tokens and sets them beside the plan and memory bandwidth;
-`orlop bench io` reads and writes a drive by block size and depth."""
+`orlop bench io` measures a drive (bench_io)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import RunConfig, parse_bytes
+from ..config import RunConfig
 from ..errors import InvalidDataError
 from ..progress import format_bytes
+from . import bench_io
 from .options import add_option_flags, config_from_args
 
 SUMMARY = "time steps of a model on random tokens under the given budgets, or (bench io) a drive"
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--path", default=".", metavar="DIR", help="bench io: folder on the drive")
     parser.add_argument("--size", default="256MiB", help="bench io: bytes of the temporary file")
+    parser.add_argument("--pairs", type=int, default=7, help="bench io: measurements beside fio")
     add_option_flags(parser, _NAMES)
 
 
@@ -158,35 +160,9 @@ def _print_text(result: dict[str, Any]) -> None:
     print(f"yardstick   in-place scale {result['scale_bytes_per_second'] / 1e9:.1f} GB/s on one thread")
 
 
-def bench_io(args: argparse.Namespace) -> int:
-    from .. import _orlop
-
-    settings = argparse.Namespace(**{**vars(args), "settings": args.settings[1:]})
-    config = config_from_args(settings)
-    swept = _orlop.sweep_aio(
-        args.path, parse_bytes(args.size), engine=config.nvme_engine, direct=config.nvme_direct
-    )
-    names = ("block_bytes", "depth", "read_gib_per_s", "write_gib_per_s")
-    points = [{name: getattr(point, name) for name in names} for point in (*swept.points, swept.best)]
-    if args.json:
-        result = {"backend": swept.backend, "direct": swept.direct, "points": points[:-1], "best": points[-1]}
-        print(json.dumps(result, indent=2))
-        return 0
-    print(f"{args.path}: {swept.backend}, {'O_DIRECT' if swept.direct else 'through the page cache'}")
-    print("   block  depth  read GiB/s  write GiB/s")
-    for point in points[:-1]:
-        block = f"{point['block_bytes'] // 1024} KiB"
-        print(
-            f"{block:>8}  {point['depth']:>5}  {point['read_gib_per_s']:>10.2f}  {point['write_gib_per_s']:>11.2f}"
-        )
-    best = points[-1]
-    print(f"best: --nvme-block {best['block_bytes'] // 1024}KiB --nvme-queue-depth {best['depth']}")
-    return 0
-
-
 def run(args: argparse.Namespace) -> int:
     if args.settings[:1] == ["io"]:
-        return bench_io(args)
+        return bench_io.run(args)
     config = config_from_args(args)
     config.require("model")
     result = _measure(config)

@@ -1,0 +1,14 @@
+#pragma once
+
+#include "bench/step_setup.h"
+
+namespace orlop::bench {
+
+// `--gpus N`: one step on N ranks, one GPU each, every rank with `--tokens` of its own (a list), in
+// three parts: compute alone on one GPU, then N ranks with all optimizer states in device memory,
+// then N ranks with all of them in host memory. Prints tokens per second, efficiency (over N times
+// the first part's rate), the time that compute waits while a collective runs, peak bytes, and the
+// host's DRAM traffic beside what the memory gives.
+void run_on_ranks(const Options& options);
+
+}  // namespace orlop::bench
