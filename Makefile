@@ -57,7 +57,9 @@ asan tsan: $(STAMPS)/venv-demo
 
 # On a machine with a GPU.
 test-gpu: build
-	ctest --preset gpu --test-dir $(BUILD)
+	rm -rf $(BUILD)/gpu-results && mkdir -p $(BUILD)/gpu-results
+	ctest --preset gpu --test-dir $(BUILD) --output-junit $(CURDIR)/$(BUILD)/gpu-results/ctest-gpu.xml
+	$(PYTHON) .ci/summary.py $(BUILD)/gpu-results
 
 format:
 	clang-format -i $(FORMATTED)

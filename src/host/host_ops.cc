@@ -20,12 +20,12 @@ constexpr int64_t kMostRowParts = 32;
 
 // Rows are summed into columns in this many parts, in row order, and the parts in order: a function
 // of the shape, so the bits do not depend on the threads.
-int64_t row_parts(int64_t rows, int64_t cols, size_t workspace_bytes) {
-  const auto floats = static_cast<int64_t>(workspace_bytes / sizeof(float));
-  const int64_t fitting = floats / (2 * cols);
+int64_t row_parts(int64_t rows, int64_t cols) {
+  constexpr auto kFloats = static_cast<int64_t>(kColumnSumBytes / sizeof(float));
+  const int64_t fitting = kFloats / (2 * cols);
   check(fitting >= 1, ErrorCode::kUsage,
         "norm_backward: {} columns need {} bytes of workspace, it has {}", cols,
-        2 * cols * static_cast<int64_t>(sizeof(float)), workspace_bytes);
+        2 * cols * static_cast<int64_t>(sizeof(float)), kColumnSumBytes);
   return std::max<int64_t>(1, std::min({kMostRowParts, fitting, rows}));
 }
 
@@ -136,7 +136,7 @@ void HostOps::norm_backward(Queue& queue, const NormBackwardArgs& args) {
 
 void HostOps::run_norm_backward(const NormBackwardArgs& args) {
   const Kernels& kernels = this->kernels(args.dtype);
-  const int64_t parts = row_parts(args.rows, args.cols, workspace_.bytes);
+  const int64_t parts = row_parts(args.rows, args.cols);
   auto* sums = static_cast<float*>(workspace_.data);  // (parts, 2, cols)
   parallel_for(threads_, parts, [&](int64_t part) {
     float* dweight = sums + part * 2 * args.cols;

@@ -127,9 +127,15 @@ int64_t equal_parts(int64_t total, int64_t at_most, int64_t multiple) {
   return std::min(total, ceil_div(ceil_div(total, parts), multiple) * multiple);
 }
 
+// Rows of a plain b in its panel lie this much further apart where they would share cache sets.
+constexpr int64_t kRowPadding = 16;
+
+int64_t padded_row(int64_t n) { return n % 256 == 0 ? n + kRowPadding : n; }
+
 // Half of the memory goes to b, the rest to a and, when c is not fp32 itself, to the sums of c.
 Panels choose_panels(const MatmulArgs& args) {
-  constexpr auto kFloats = static_cast<int64_t>(kPanelBytes / sizeof(float));
+  constexpr auto kFloats =
+      static_cast<int64_t>(kPanelBytes / sizeof(float)) - kRowPadding * kPanelDepth;
   const int64_t k = equal_parts(args.k, kPanelDepth, 64);
   const int64_t n = equal_parts(args.n, kFloats / 2 / k, 64);
   const int64_t sums = args.out_dtype == DType::kF32 ? 0 : n;
@@ -150,7 +156,7 @@ class OneDnnMatmul final : public Matmul {
   void run(const MatmulArgs& args) override {
     const bool native =
         args.in_dtype == DType::kF32 || (native_bf16_ && args.in_dtype == DType::kBF16);
-    if (native && args.out_dtype != DType::kF16) {
+    if (native && args.out_dtype != DType::kF16 && !collides(args)) {
       run_direct(args);
     } else {
       run_in_panels(args);
@@ -163,6 +169,14 @@ class OneDnnMatmul final : public Matmul {
     const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
     const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
     return (isa & needed) == needed;
+  }
+
+  // oneDNN reads a plain fp32 b where it lies; rows a multiple of 2 KiB apart share few cache sets,
+  // and the product runs at two thirds of its speed.
+  static bool collides(const MatmulArgs& args) {
+    constexpr int64_t kCollidingFloats = 512;
+    return args.in_dtype == DType::kF32 && !args.trans_b && args.n > kCollidingFloats &&
+           args.ldb % kCollidingFloats == 0;
   }
 
   static Type type_of(DType dtype) { return dtype == DType::kF32 ? Type::f32 : Type::bf16; }
@@ -218,7 +232,7 @@ class OneDnnMatmul final : public Matmul {
 
   void run_panel(const MatmulArgs& part, const Panels& panel, bool b_is_there) {
     float* b = panels_;
-    float* a = b + panel.k * panel.n;
+    float* a = b + panel.k * (panel.n + kRowPadding);
     float* sums = a + panel.m * panel.k;
     const bool direct = part.out_dtype == DType::kF32;
     float* c = direct ? static_cast<float*>(part.c) : sums;
@@ -227,9 +241,11 @@ class OneDnnMatmul final : public Matmul {
       const int64_t depth = std::min(panel.k, part.k - k);
       const void* from_a = at(part.a, part.trans_a ? k * part.lda : k, part.in_dtype);
       const void* from_b = at(part.b, part.trans_b ? k : k * part.ldb, part.in_dtype);
-      const int64_t lda = widen(part.in_dtype, from_a, part.lda, a, part.m, depth, part.trans_a);
-      const int64_t ldb = part.trans_b ? depth : part.n;
-      if (!b_is_there) widen(part.in_dtype, from_b, part.ldb, b, depth, part.n, part.trans_b);
+      const int64_t rows_a = part.trans_a ? depth : part.m, lda = part.trans_a ? part.m : depth;
+      const int64_t rows_b = part.trans_b ? part.n : depth, cols_b = part.trans_b ? depth : part.n;
+      const int64_t ldb = part.trans_b ? depth : padded_row(part.n);
+      widen(part.in_dtype, {from_a, part.lda, rows_a, lda, a, lda},
+            {from_b, part.ldb, b_is_there ? 0 : rows_b, cols_b, b, ldb});
       Product product = {part.m, part.n, depth,     0,         0,     0,
                          0,      ldc,    Type::f32, Type::f32, false, k > 0 || part.accumulate};
       std::tie(product.a_row, product.a_col) = strides(lda, part.trans_a);
@@ -239,14 +255,22 @@ class OneDnnMatmul final : public Matmul {
     finish_panel(part, c, ldc);
   }
 
-  // Rows of a (rows, cols) operand, as they are stored, to dense fp32 rows; returns their length.
-  int64_t widen(DType dtype, const void* from, int64_t ld, float* to, int64_t rows, int64_t cols,
-                bool transposed) {
-    if (transposed) std::swap(rows, cols);
+  // (rows, cols) as they are stored, to fp32.
+  struct Widening {
+    const void* from;
+    int64_t from_ld, rows, cols;
+    float* to;
+    int64_t to_ld;
+  };
+
+  // Both operands at once, so that the threads meet once.
+  void widen(DType dtype, const Widening& a, const Widening& b) {
     const Kernels& kernels = kernels_of(kernels_, dtype);
-    parallel_for(threads_, rows,
-                 [&](int64_t r) { kernels.widen(at(from, r * ld, dtype), to + r * cols, cols); });
-    return cols;
+    parallel_for(threads_, a.rows + b.rows, [&](int64_t row) {
+      const Widening& one = row < a.rows ? a : b;
+      const int64_t r = row < a.rows ? row : row - a.rows;
+      kernels.widen(at(one.from, r * one.from_ld, dtype), one.to + r * one.to_ld, one.cols);
+    });
   }
 
   void finish_panel(const MatmulArgs& part, float* c, int64_t ldc) {

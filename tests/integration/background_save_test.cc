@@ -22,7 +22,7 @@ constexpr const char* kStatesFile = "optim/rank-0.safetensors";
 constexpr int64_t kSteps = 4;
 
 // Large enough that a save outlasts the start of the next step's updates.
-constexpr TinyShape kShape = {.vocab = 2000,
+constexpr TinyShape kShape = {.vocab = kSanitized ? 500 : 2000,
                               .hidden = 160,
                               .layers = 3,
                               .heads = 4,

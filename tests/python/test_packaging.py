@@ -13,6 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def compiler_of_the_build() -> dict[str, str]:
+    """The compiler of build/ by the name it has there, which is part of what ccache knows objects by."""
+    cache = ROOT / "build" / "CMakeCache.txt"
+    if not cache.exists():
+        return {}
+    for line in cache.read_text(encoding="utf-8").splitlines():
+        if line.startswith("CMAKE_CXX_COMPILER:"):
+            return {"CXX": line.partition("=")[2]}
+    return {}
+
+
 @pytest.mark.packaging
 def test_pip_install_gives_module_and_command(tmp_path):
     pytest.importorskip("scikit_build_core")
@@ -20,6 +31,7 @@ def test_pip_install_gives_module_and_command(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     if shutil.which("ccache"):  # without the folder in the hash, objects of the other build trees fit
         environment |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_NOHASHDIR": "1"}
+        environment |= compiler_of_the_build()
     install = subprocess.run(
         [
             sys.executable,

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "base/check.h"
+#include "engine/backend_factory.h"
 #include "tests/support/tiny_model.h"
 
 namespace orlop::test {
@@ -100,6 +101,20 @@ RunRecord run(Engine& engine, const RunOptions& options) {
   }
   return same_states(expected.states, found.states);
 }
+
+namespace {
+
+class TestDevice final : public ::testing::Environment {
+ public:
+  void SetUp() override {
+    if (test_device() != "host" && usable_gpus() == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+const ::testing::Environment* const kTestDevice =
+    ::testing::AddGlobalTestEnvironment(new TestDevice);
+
+}  // namespace
 
 std::string test_device() {
   const char* const device = std::getenv("ORLOP_TEST_DEVICE");
