@@ -104,9 +104,10 @@ RankIds read_rank_ids(const Environment& environment) {
 
 std::unique_ptr<HostCommunicator> join_through_mpi(const RankIds& ids, const MpiOptions& options) {
   check(ids.launcher == Launcher::kMpirun || ids.launcher == Launcher::kSrun, ErrorCode::kUsage,
-        "{} ranks without GPUs find each other through MPI, but {} has started this process; use "
-        "mpirun or srun",
-        ids.world_size, launcher_name(ids.launcher));
+        "{0} has started this process as rank {1} of {2}, but ranks find each other through MPI; "
+        "start them with 'mpirun -n {2} --bind-to none ...' or srun, or on one machine with "
+        "'orlop finetune --gpus {2} ...'",
+        launcher_name(ids.launcher), ids.rank, ids.world_size);
   static SharedLibrary library(kMpiLibrary);
   const auto make = library.find<OrlopMakeMpiCommunicator>("orlop_make_mpi_communicator");
   check(library.loaded(), ErrorCode::kCommunicator,

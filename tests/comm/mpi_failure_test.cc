@@ -52,6 +52,7 @@ INSTANTIATE_TEST_SUITE_P(
                           "rank 1 calls all_gather of 9 F32 (layer.3)"}},
                     Case{"slow", 2, {"all_gather of 0 U8 (step)", "for rank 1"}},
                     Case{"abort", 5, {"rank 1 has failed: out of paper"}},
+                    Case{"world", 3, {"mpirun says rank", "of 4, but MPI has made rank", "of 3: "}},
                     Case{"killed", 2, {"rank 1 has given no sign of life"}}),
     [](const auto& info) { return std::string(info.param.mode); });
 

@@ -3,6 +3,7 @@
 //   mpi_worker disagree        one rank calls another count: every rank is told of both
 //   mpi_worker slow            rank 1 never comes to a collective: the others are told after 2 s
 //   mpi_worker abort           rank 1 fails before its first collective: the others are told why
+//   mpi_worker world           the launcher announces one rank more than MPI makes
 //   mpi_worker killed          rank 1 is killed: the others are told within 15 s
 // A rank that gets an error prints "told: <message>".
 
@@ -109,6 +110,13 @@ TEST(MpiCommunicatorTest, Abort) {
                 testing::HasSubstr("rank 1 has failed: out of paper"));
   }
   EXPECT_THAT(told([&] { self.comm().barrier("after"); }), testing::HasSubstr("out of paper"));
+}
+
+TEST(MpiCommunicatorTest, World) {
+  RankIds ids = read_rank_ids(process_environment);
+  const int made = ids.world_size++;
+  EXPECT_THAT(told([&] { join_through_mpi(ids, {.issue = issue}); }),
+              testing::HasSubstr(std::to_string(ids.rank) + " of " + std::to_string(made)));
 }
 
 TEST(MpiCommunicatorTest, Killed) {

@@ -83,7 +83,7 @@ TEST(RendezvousTest, RefusesWhatContradictsItself) {
   }
 }
 
-TEST(RendezvousTest, RanksWithoutGpusNeedAnMpiLauncher) {
+TEST(RendezvousTest, RanksNeedAnMpiLauncher) {
   EXPECT_THROW(join_through_mpi({Launcher::kTorchrun, 0, 2, 0}, {}), Error);
 }
 

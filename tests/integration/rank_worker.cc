@@ -1,12 +1,23 @@
 // One rank of a run that mpirun starts.
 //   rank_worker equal MODEL           trains and compares every bit with the same run on threads
+//   rank_worker alike MODEL           trains in fp32 and compares the losses with those of one
+//   rank;
+//                                     prints "rank on <host>"
 //   rank_worker killed MODEL RUN_DIR  trains and saves; rank 1 is killed after step 5, the others
 //                                     print "told: <error>" and "ended <seconds>"
+//   rank_worker parted MODEL FOLDER   trains until an error; rank 0 makes FOLDER/trained after step
+//   5,
+//                                     each rank writes the same two lines into FOLDER/ended-<rank>
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <array>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <functional>
 #include <iostream>
 #include <string>
 
@@ -42,22 +53,62 @@ int compare(const std::string& model) {
   return ::testing::Test::HasFailure() ? 1 : 0;
 }
 
-int train_until_killed(const std::string& model, const std::string& run_dir) {
-  using Clock = std::chrono::steady_clock;
+int compare_with_one_rank(const std::string& model) {
+  std::array<char, 256> host{};
+  ::gethostname(host.data(), host.size() - 1);
+  EngineConfig config = tiny_engine_config(Precision::kF32);
+  config.batch.micro_batch_size = 1;
+  config.optimizer.learning_rate = 1e-4;
+  config.batch.accumulation_steps = kAllMicroBatches;
+  const RunRecord single = run_on_ranks(1, model, config, {});
+  const int64_t ranks = ranks_of_environment();
+  config.batch.accumulation_steps /= ranks;
+  const auto engine = Engine::open(model, config);
+  const RunRecord found = run_share(*engine, kAllMicroBatches, {});
+  EXPECT_EQ(engine->world_size(), ranks);
+  EXPECT_TRUE(close_losses(single, found));
+  std::cout << "rank on " << host.data() << std::endl;
+  return ::testing::Test::HasFailure() ? 1 : 0;
+}
+
+using Clock = std::chrono::steady_clock;
+
+// Trains until an error of the run, which it writes to `out` with the seconds that it came after
+// the last step. `after_step` may end this process.
+int train_until_told(const std::string& model, std::ostream& out,
+                     const std::function<void(Engine&, int64_t step)>& after_step) {
   Clock::time_point last_step;
   try {
     const auto engine = Engine::open(model, config_for(ranks_of_environment()));
     for (int64_t step = 1;; ++step) {
       run_share(*engine, kAllMicroBatches, {.from = step, .until = step, .last = 0});
-      engine->save_checkpoint(run_dir, std::to_string(step), 2);
-      if (step == 5 && engine->rank() == 1) ::raise(SIGKILL);
+      after_step(*engine, step);
       last_step = Clock::now();
     }
   } catch (const std::exception& error) {
-    std::cout << "told: " << error.what() << std::endl;
+    out << "told: " << error.what() << std::endl;
   }
-  std::cout << "ended " << std::chrono::duration<double>(Clock::now() - last_step).count()
-            << std::endl;
+  out << "ended " << std::chrono::duration<double>(Clock::now() - last_step).count() << std::endl;
+  return 0;
+}
+
+int train_until_killed(const std::string& model, const std::string& run_dir) {
+  return train_until_told(model, std::cout, [&](Engine& engine, int64_t step) {
+    engine.save_checkpoint(run_dir, std::to_string(step), 2);
+    if (step == 5 && engine.rank() == 1) ::raise(SIGKILL);
+  });
+}
+
+int train_until_parted(const std::string& model, const std::filesystem::path& folder) {
+  const std::string rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  const std::filesystem::path unfinished = folder / ("telling-" + rank);
+  {
+    std::ofstream out(unfinished);
+    train_until_told(model, out, [&](Engine& engine, int64_t step) {
+      if (step == 5 && engine.rank() == 0) std::ofstream(folder / "trained");
+    });
+  }
+  std::filesystem::rename(unfinished, folder / ("ended-" + rank));
   return 0;
 }
 
@@ -68,11 +119,13 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   try {
     if (mode == "equal" && argc == 3) return orlop::test::compare(argv[2]);
+    if (mode == "alike" && argc == 3) return orlop::test::compare_with_one_rank(argv[2]);
     if (mode == "killed" && argc == 4) return orlop::test::train_until_killed(argv[2], argv[3]);
+    if (mode == "parted" && argc == 4) return orlop::test::train_until_parted(argv[2], argv[3]);
   } catch (const std::exception& error) {
     std::cerr << error.what() << '\n';
     return 1;
   }
-  std::cerr << "usage: rank_worker equal MODEL | killed MODEL RUN_DIR\n";
+  std::cerr << "usage: rank_worker equal|alike MODEL | killed|parted MODEL FOLDER\n";
   return 2;
 }

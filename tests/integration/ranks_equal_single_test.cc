@@ -21,8 +21,6 @@
 namespace orlop::test {
 namespace {
 
-constexpr double kLossBound = 1e-5;  // relative, fp32, learning rate 1e-4
-
 // Twelve micro-batches a step: 12, 6, 4 or 3 per rank.
 EngineConfig rank_config(Precision precision) {
   EngineConfig config = tiny_engine_config(precision);
@@ -30,14 +28,6 @@ EngineConfig rank_config(Precision precision) {
   config.batch.micro_batch_size = 1;
   config.optimizer.learning_rate = 1e-4;
   return config;
-}
-
-void expect_close(const std::vector<double>& expected, const std::vector<double>& found,
-                  const std::string& what) {
-  ASSERT_EQ(expected.size(), found.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_NEAR(found[i], expected[i], kLossBound * expected[i]) << what << ", step " << i + 1;
-  }
 }
 
 class RanksEqualSingle : public ::testing::TestWithParam<TinyFamily> {
@@ -58,8 +48,7 @@ TEST_P(RanksEqualSingle, InTheFirstTwentyLosses) {
   const RunRecord single = run(*engine, {});
   for (const int ranks : {1, 2, 3, 4}) {
     const RunRecord found = run_on_ranks(ranks, model(), config, {});
-    expect_close(single.losses, found.losses, std::to_string(ranks) + " ranks");
-    expect_close(single.norms, found.norms, std::to_string(ranks) + " ranks, norms");
+    EXPECT_TRUE(close_losses(single, found)) << ranks << " ranks";
     if (ranks == 1) {
       EXPECT_TRUE(same_bits(single, found));
     }

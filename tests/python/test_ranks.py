@@ -148,12 +148,38 @@ def test_gpus_refuses_what_cannot_be(inputs, tmp_path, gpus, environment):
     assert f"--gpus {'is ' if gpus == '0' else ''}{gpus}" in done.stderr
 
 
+def command_of(inputs, out) -> list[str]:
+    command = ["-m", "orlop", "finetune", "--device", "host", "--model", str(inputs / "model")]
+    return [*command, "--data", str(inputs / "data.jsonl"), "--output", str(out)]
+
+
 def test_half_an_environment_is_refused(inputs, tmp_path):
+    command = [sys.executable, *command_of(inputs, tmp_path / "run")]
     environment = {**os.environ, "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "orlop", "finetune", "--device", "host"]
-    command += ["--model", str(inputs / "model"), "--data", str(inputs / "data.jsonl")]
-    command += ["--output", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "RANK and LOCAL_RANK is not set beside" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_world_of_another_size_than_announced_is_refused(inputs, tmp_path):
+    # As srun starts tasks for an MPI that it does not know: each would be a run of its own.
+    environment = {**os.environ, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [sys.executable, *command_of(inputs, tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode != 0
+    assert "srun says rank 1 of 2, but MPI has made rank 0 of 1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_is_told_what_to_use(inputs, tmp_path):
+    pytest.importorskip("torch")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, *command_of(inputs, tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode != 0
+    assert "torchrun has started this process as rank 1 of 2" in done.stderr
+    assert "mpirun -n 2" in done.stderr
+    assert "--gpus 2" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,13 +1,34 @@
 #include "tests/support/rank_run.h"
 
+#include <cmath>
 #include <memory>
 #include <mutex>
 
+#include "base/check.h"
 #include "comm/thread_communicator.h"
 #include "engine/open_engine.h"
 #include "engine/ranks.h"
 
 namespace orlop::test {
+namespace {
+
+::testing::AssertionResult close_values(const char* what, const std::vector<double>& expected,
+                                        const std::vector<double>& found) {
+  if (expected.size() != found.size()) {
+    return ::testing::AssertionFailure()
+           << what << ": " << found.size() << " values instead of " << expected.size();
+  }
+  for (size_t i = 0; i < expected.size(); ++i) {
+    // So that a NaN is not close.
+    if (std::abs(found[i] - expected[i]) <= kLossBound * expected[i]) continue;
+    return ::testing::AssertionFailure() << fmt::format(
+               "{} of step {}: {:.17g} instead of {:.17g}, {:.1e} apart; the bound is {}", what,
+               i + 1, found[i], expected[i], std::abs(found[i] / expected[i] - 1), kLossBound);
+  }
+  return ::testing::AssertionSuccess();
+}
+
+}  // namespace
 
 void run_engines(int world_size, const std::string& model, const EngineConfig& config,
                  const std::function<void(Engine&)>& body) {
@@ -61,6 +82,11 @@ RunRecord run_on_ranks(int world_size, const std::string& model, EngineConfig co
   });
   for (const RunRecord& record : records) EXPECT_TRUE(same_bits(records.front(), record));
   return records.front();
+}
+
+::testing::AssertionResult close_losses(const RunRecord& expected, const RunRecord& found) {
+  const auto losses = close_values("loss", expected.losses, found.losses);
+  return losses ? close_values("norm", expected.norms, found.norms) : losses;
 }
 
 }  // namespace orlop::test

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <functional>
 #include <string>
 #include <vector>
@@ -25,5 +27,10 @@ RunRecord run_share(Engine& engine, int64_t all_micro_batches, const RunOptions&
 // A run on threads; every rank must see the same losses, norms and states, which are returned.
 RunRecord run_on_ranks(int world_size, const std::string& model, EngineConfig config,
                        const RunOptions& options);
+
+// How far losses and norms may lie apart between numbers of ranks: relative, in fp32 at a learning
+// rate of 1e-4.
+inline constexpr double kLossBound = 1e-5;
+::testing::AssertionResult close_losses(const RunRecord& expected, const RunRecord& found);
 
 }  // namespace orlop::test
