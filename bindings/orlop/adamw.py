@@ -15,6 +15,7 @@ from .torch_support import torch
 from .adam_checks import check_choice, check_hyperparameters, match_groups, match_states  # isort: skip
 from .device_link import DeviceLink  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
+from .gradient_sum import room_report  # isort: skip
 from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
 
 _log = logging.getLogger("orlop")
@@ -38,6 +39,8 @@ class AdamW(torch.optim.Optimizer):
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).
+    device_limit: bytes of tensors on a GPU, all of torch's counted, up to which fp32 sums of micro-batches stay
+        there; what would exceed it is summed in host memory. None: what is free, less a reserve.
     threads: of the host update; 0 takes OMP_NUM_THREADS, or the physical cores. Beside a GPU two of these are
         left to the threads that issue its work, without which forward and backward wait for the host.
     """
@@ -63,6 +66,7 @@ class AdamW(torch.optim.Optimizer):
         nonfinite="skip",
         moments="fp32",
         threads=0,
+        device_limit=None,
         stream=None,
     ):
         check_choice("gradients", gradients, ("auto", "leave", "stay"))
@@ -70,6 +74,7 @@ class AdamW(torch.optim.Optimizer):
         check_choice("moments", moments, tuple(_MOMENTS))
         self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
+        self._device_limit = device_limit
         self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
         self._links: dict[torch.device, DeviceLink] = {}
@@ -187,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         if p.device not in self._links:
             shared = self._stream.device_link if self._stream is not None else None
-            self._links[p.device] = shared or DeviceLink(p.device)
+            self._links[p.device] = shared or DeviceLink(p.device, self._device_limit)
         return self._links[p.device]
 
     def _adopt(self, params):
@@ -310,6 +315,7 @@ class AdamW(torch.optim.Optimizer):
                         slot.take_gradient()
                     elif slot.link:
                         slot.copy_gradient()
+                slot.settle()
                 work.append((slot, group))
         return work
 
@@ -363,9 +369,8 @@ class AdamW(torch.optim.Optimizer):
             for slot, group in run:
                 slot.follow_weights()
                 view, owner = slot.view()
-                wait, handle = slot.link.fence(slot.arrival) if slot.link and not slot.summed else (0, 0)
                 hyper = self._hyper(slot, group)
-                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, wait, handle))
+                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, *slot.fence()))
                 owners += [owner, slot.arrival]
             version = self._native.update(updates, factor, self.steps, owners)
             for slot, _ in run:
@@ -500,8 +505,8 @@ class AdamW(torch.optim.Optimizer):
         slot.wrote_weights()
 
     def memory_report(self):
-        """Bytes of host memory by purpose; the states of frozen parameters do not exist."""
-        return self._native.memory_report()
+        """Bytes by purpose, in host memory where no device is named; the states of frozen parameters do not exist."""
+        return {**self._native.memory_report(), **room_report(self._slots.values())}
 
     # --- state ----------------------------------------------------------------------------------
 
