@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import orlop
-from orlop import adamw, forward_gate, streamed_weights
+from orlop import adam_gradients, forward_gate, streamed_weights
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -59,8 +59,8 @@ class HookClock:
         (streamed_weights, "_leave"),
         (streamed_weights, "_before_backward"),
         (forward_gate, "_before_forward"),
-        (adamw, "_before_accumulation"),
-        (adamw, "_after_accumulation"),
+        (adam_gradients, "_before_accumulation"),
+        (adam_gradients, "_after_accumulation"),
     )
 
     def __init__(self):

@@ -527,7 +527,7 @@ def allocated():
     mallinfo2.restype = Mallinfo2
     gc.collect()
     info = mallinfo2()
-    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     return info.uordblks + info.hblkhd, sys.getallocatedblocks(), tensors
 
 
@@ -557,6 +557,6 @@ def test_a_thousand_steps_leave_nothing_behind(wrapped):
         torch.set_num_threads(threads)
     heap, blocks, tensors = zip(*seen, strict=True)
     assert tensors[-1] == tensors[0], seen
-    # Below one small object for every fifth step.
-    assert blocks[-1] <= blocks[0] + 160, seen
-    assert heap[-1] <= heap[0] + (16 << 10), seen
+    # One object or one small piece of the heap for each step would be more.
+    assert blocks[-1] <= blocks[0] + 400, seen
+    assert heap[-1] <= heap[0] + (24 << 10), seen
