@@ -19,14 +19,16 @@ _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Late:
-    """Ends when a timer copies the gradient."""
+    """Ends when a timer copies the gradient, behind the copy before it, as on a stream."""
 
-    def __init__(self, host, grad):
+    def __init__(self, host, grad, before):
         self.done = threading.Event()
+        self.before = before.done if before is not None else None
         self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
         threading.Timer(0.003, self._copy, (host, grad.clone())).start()
 
     def _copy(self, host, grad):
+        assert self.before is None or self.before.wait(30)
         host.copy_(grad)
         self.done.set()
 
@@ -43,6 +45,7 @@ class HostLink:
         self.pending = []
         self.uploads = self.offloads = 0
         self.left = HostLink.room
+        self.last = None  # copy of a gradient
 
     def pin(self, ranges):
         self.ranges = ranges
@@ -55,7 +58,8 @@ class HostLink:
     def offload(self, grad, slot):
         slot.native.wait([slot.index])
         self.offloads += 1
-        return Late(slot.host_gradient, grad)
+        self.last = Late(slot.host_gradient, grad, self.last)
+        return self.last
 
     def take_room(self, size):
         if size > self.left:
