@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import orlop
-from orlop import adamw, forward_gate, streamed_weights
+from orlop import adam_gradients, forward_gate, streamed_weights
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -59,8 +59,8 @@ class HookClock:
         (streamed_weights, "_leave"),
         (streamed_weights, "_before_backward"),
         (forward_gate, "_before_forward"),
-        (adamw, "_before_accumulation"),
-        (adamw, "_after_accumulation"),
+        (adam_gradients, "_before_accumulation"),
+        (adam_gradients, "_after_accumulation"),
     )
 
     def __init__(self):
@@ -221,6 +221,7 @@ class Bench:
             "min_s": min(seconds), "max_s": max(seconds), "steps": len(seconds),
             "host_s": {key: statistics.median(m[key] for m in marks) for key in marks[0]},
             "hooks_us": self.hook_times(model, hooks, micro_batches) if optimizer is not None else {},
+            "sums_gib": self.sums(optimizer) if optimizer is not None else {},
             "host_peak_gib": self.host.peak_bytes() / GIB,
             "device_peak_gib": torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else 0.0,
         }  # fmt: skip
@@ -228,6 +229,12 @@ class Bench:
         result["ratio"] = base[0]["median_s"] / median if base else None
         self.results.append(result)
         self.print_result(result)
+
+    @staticmethod
+    def sums(optimizer) -> dict[str, float]:
+        """Where the fp32 sums of micro-batches are."""
+        report = optimizer.memory_report().items()
+        return {purpose: size / GIB for purpose, size in report if purpose.startswith("gradient sums")}
 
     def hook_times(self, model, steps, micro_batches) -> dict[str, float]:
         """Microseconds for each block in each pass, medians over the steps, by pass and by hook."""
@@ -267,6 +274,8 @@ class Bench:
         if r["hooks_us"]:
             print("    hooks, us a block: "
                   + ", ".join(f"{key} {value:.0f}" for key, value in r["hooks_us"].items()))  # fmt: skip
+        for purpose, size in r["sums_gib"].items():
+            print(f"    {purpose}: {size:.2f} GiB")
         print(f"    peaks: device {r['device_peak_gib']:.2f} GiB, host {r['host_peak_gib']:.2f} GiB", flush=True)
 
 

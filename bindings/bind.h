@@ -15,6 +15,7 @@ void bind_ranks(pybind11::module_& module);
 void bind_async_file(pybind11::module_& module);
 void bind_drives(pybind11::module_& module);
 void bind_tensor_optimizer(pybind11::module_& module);
+void bind_device_optimizer(pybind11::module_& module);
 
 // A constructor that takes the members of T by keyword; a name that T lacks raises AttributeError.
 template <typename T, typename Class>

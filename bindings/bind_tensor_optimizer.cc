@@ -93,6 +93,13 @@ class OptimizerHandle {
     });
   }
 
+  uint32_t round_sum(int64_t tensor, const GradientView& sum, const py::object& owner) {
+    const auto* data = static_cast<const float*>(sum.data);
+    return keep(owner, [&] {
+      return get().round_sum(tensor, {data, static_cast<size_t>(sum.numel)});
+    });
+  }
+
   uint32_t measure(int64_t tensor, const GradientView& gradient, Address wait, Address handle,
                    const py::object& owner) {
     return keep(owner, [&] { return get().measure(tensor, gradient, make_fence(wait, handle)); });
@@ -269,6 +276,9 @@ void bind_tensor_optimizer(py::module_& module) {
       .def("accumulate", &OptimizerHandle::accumulate, py::arg("tensor"), py::arg("sum"),
            py::arg("add"), py::arg("wait") = 0, py::arg("handle") = 0,
            py::arg("owner") = py::none(),
+           "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")
+      .def("round_sum", &OptimizerHandle::round_sum, py::arg("tensor"), py::arg("sum"),
+           py::arg("owner"),
            "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")
       .def("measure", &OptimizerHandle::measure, py::arg("tensor"), py::arg("gradient"),
            py::arg("wait") = 0, py::arg("handle") = 0, py::arg("owner") = py::none())

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "orlop/device_optimizer.h"
+
 // What liborlop_cuda.so exports. It is loaded on demand (dlopen) by a program of the same build, so
 // that nothing else links CUDA; find the functions by the names below.
 namespace orlop {
@@ -52,4 +54,18 @@ using OrlopCudaDeviceCount = int32_t (*)();
 // after the queues that it has worked on are idle. Throws orlop::Error(kCommunicator).
 orlop::Communicator* orlop_make_nccl_communicator(const orlop::NcclOptions* options);
 using OrlopMakeNcclCommunicator = orlop::Communicator* (*)(const orlop::NcclOptions*);
+
+// The functions of orlop/device_optimizer.h.
+size_t orlop_cuda_scratch_bytes(int64_t numel);
+using OrlopCudaScratchBytes = size_t (*)(int64_t);
+
+void orlop_cuda_adam_step(const orlop::AdamShard* shard, const orlop::AdamHyper* hyper,
+                          float grad_scale, void* scratch, const orlop::DeviceStream* stream);
+using OrlopCudaAdamStep = void (*)(const orlop::AdamShard*, const orlop::AdamHyper*, float, void*,
+                                   const orlop::DeviceStream*);
+
+void orlop_cuda_square_sum(const float* values, int64_t numel, orlop::DeviceSquareSum* result,
+                           void* scratch, const orlop::DeviceStream* stream);
+using OrlopCudaSquareSum = void (*)(const float*, int64_t, orlop::DeviceSquareSum*, void*,
+                                    const orlop::DeviceStream*);
 }

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import math
 import os
 import weakref
 
 from . import _orlop, errors, torch_support
 from .torch_support import torch
 
-from .adam_checks import check_choice, check_hyperparameters, match_groups, match_states  # isort: skip
+from .adam_checks import check_choice, check_hyperparameters  # isort: skip
+from .adam_gradients import GradientSide  # isort: skip
+from .adam_state import StateSide  # isort: skip
 from .device_link import DeviceLink  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
-from .optimizer_slot import MASTER_KEY, MOMENT_KEYS, Slot  # isort: skip
+from .optimizer_slot import MOMENT_KEYS, Slot  # isort: skip
 
 _log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -23,7 +23,7 @@ _ISSUING_THREADS = 2  # Python's and autograd's
 _live: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019) with masters, moments and, on a GPU, gradients in host memory.
 
     A drop-in for torch.optim.AdamW: the same arguments, param_groups and state_dict, in fp32 equal to it
@@ -38,6 +38,8 @@ class AdamW(torch.optim.Optimizer):
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).
+    device_limit: bytes of tensors on a GPU, all of torch's counted, up to which fp32 sums of micro-batches stay
+        there; what would exceed it is summed in host memory. None: what is free, less a reserve.
     threads: of the host update; 0 takes OMP_NUM_THREADS, or the physical cores. Beside a GPU two of these are
         left to the threads that issue its work, without which forward and backward wait for the host.
     """
@@ -63,6 +65,7 @@ class AdamW(torch.optim.Optimizer):
         nonfinite="skip",
         moments="fp32",
         threads=0,
+        device_limit=None,
         stream=None,
     ):
         check_choice("gradients", gradients, ("auto", "leave", "stay"))
@@ -70,6 +73,7 @@ class AdamW(torch.optim.Optimizer):
         check_choice("moments", moments, tuple(_MOMENTS))
         self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
+        self._device_limit = device_limit
         self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
         self._links: dict[torch.device, DeviceLink] = {}
@@ -167,10 +171,12 @@ class AdamW(torch.optim.Optimizer):
             self._names[p] = given[position] if given else f"parameter {position} of group {group} {shape}"
         return self._names[p]
 
-    def _leaves(self, p):
-        return self._gradients == "leave" or (
-            self._gradients == "auto" and (self._is_away(p) or self._module is not None)
-        )
+    def _slot_of(self, p):
+        if p not in self._slots:
+            raise errors.UsageError(
+                "this tensor is frozen or not a parameter of the optimizer: it has no states"
+            )
+        return self._slots[p]
 
     def _is_away(self, p):
         """Whether the weights are not the optimizer's own memory, so that they have to be copied."""
@@ -187,7 +193,7 @@ class AdamW(torch.optim.Optimizer):
             return None
         if p.device not in self._links:
             shared = self._stream.device_link if self._stream is not None else None
-            self._links[p.device] = shared or DeviceLink(p.device)
+            self._links[p.device] = shared or DeviceLink(p.device, self._device_limit)
         return self._links[p.device]
 
     def _adopt(self, params):
@@ -228,15 +234,6 @@ class AdamW(torch.optim.Optimizer):
             self._slots[p] = slot
             if leaves[i]:
                 self._hook(p)
-
-    def _hook(self, p):
-        if p in self._hooks or not p.requires_grad:
-            return
-        reference = weakref.ref(self)
-        self._hooks[p] = [
-            p.register_hook(functools.partial(_before_accumulation, reference, weakref.ref(p))),
-            p.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, reference)),
-        ]
 
     def _follow_moves(self):
         """Parameters that `module.to()` took to another device or dtype get new room, states included."""
@@ -284,72 +281,6 @@ class AdamW(torch.optim.Optimizer):
             self._update(work)
         return loss
 
-    def _gather(self):
-        """(slot, group) of every parameter with a gradient, in the order of the groups."""
-        self._follow_moves()
-        late = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None and p not in self._slots
-        ]
-        if late:
-            self._check_groups(self.param_groups)
-            self._adopt(late)
-        work = []
-        for index, group in enumerate(self.param_groups):
-            check_hyperparameters(group, f"group {index}")
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                slot = self._slots[p]
-                if not slot.is_away:
-                    slot.drop_gradient()
-                    self._check_gradient(p)
-                    if slot.link and self._leaves(p):
-                        slot.take_gradient()
-                    elif slot.link:
-                        slot.copy_gradient()
-                work.append((slot, group))
-        return work
-
-    def _check_gradient(self, p):
-        if p.grad.layout != torch.strided:
-            raise RuntimeError(
-                f"{self._names[p]} has a sparse gradient, which Adam cannot use; build its module with sparse=False"
-            )
-        if p.grad.dtype not in torch_support.DTYPES:
-            raise TypeError(
-                f"the gradient of {self._names[p]} is {p.grad.dtype}; float32, bfloat16 or float16 is needed"
-            )
-        if self._slots[p].link and p.grad.dtype != p.dtype:
-            raise TypeError(
-                f"the gradient of {self._names[p]} is {p.grad.dtype}, on a device it is to be {p.dtype} as the weight is"
-            )
-
-    def _norm(self, work):
-        """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
-        square_sum, bad = 0.0, None
-        for slot, _ in work:
-            total, finite = slot.squares()
-            square_sum += total * slot.factor**2
-            if bad is None and not (finite and math.isfinite(slot.factor)):
-                bad = slot
-        return math.sqrt(square_sum) if square_sum >= 0 else square_sum, bad
-
-    def _check_finite(self, work):
-        self.grad_norm, bad = self._norm(work)
-        if bad is None:
-            return True
-        text = f"the gradient of {bad.name} is not finite (norm of all: {self.grad_norm})"
-        if self._nonfinite == "raise":
-            raise errors.NonFiniteError(text)
-        self.skipped_steps += 1
-        self.first_bad = text
-        if self.skipped_steps in (1, 10, 100, 1000):
-            _log.warning("%s; the step was left out, nothing changed (%d so far)", text, self.skipped_steps)
-        return False
-
     def _update(self, work):
         if self._gate is not None:
             rank = self._gate.rank
@@ -363,9 +294,8 @@ class AdamW(torch.optim.Optimizer):
             for slot, group in run:
                 slot.follow_weights()
                 view, owner = slot.view()
-                wait, handle = slot.link.fence(slot.arrival) if slot.link and not slot.summed else (0, 0)
                 hyper = self._hyper(slot, group)
-                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, wait, handle))
+                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, *slot.fence()))
                 owners += [owner, slot.arrival]
             version = self._native.update(updates, factor, self.steps, owners)
             for slot, _ in run:
@@ -398,33 +328,6 @@ class AdamW(torch.optim.Optimizer):
             step=int(state["step"]) + 1,
         )
 
-    def _show_state(self, p):
-        """The entry of `self.state`, whose tensors are the host memory itself. What a user took out of it
-        starts anew; what a user put in its place is taken over."""
-        state, slot = self.state[p], self._slots[p]
-        fresh = "step" not in state
-        if fresh:
-            state["step"] = torch.tensor(0.0)
-        for key, plane in slot.planes.items():
-            if state.get(key) is plane:
-                continue
-            if key in state:
-                plane.copy_(state[key])
-            elif fresh and key in MOMENT_KEYS:
-                plane.zero_()
-            state[key] = plane
-        return state
-
-    def zero_grad(self, set_to_none=True):
-        """As in torch; gradients that have left are dropped."""
-        for slot in self._slots.values():
-            if slot.is_away and not set_to_none:
-                slot.drop_gradient()
-                slot.param.grad = torch.zeros_like(slot.param)
-            else:
-                slot.drop_gradient()
-        super().zero_grad(set_to_none)
-
     def synchronize(self):
         """Waits until every weight of the last step is written; raises what went wrong."""
         self._native.synchronize()
@@ -432,120 +335,6 @@ class AdamW(torch.optim.Optimizer):
             self._gate.open_all()
         if self._stream is not None:
             self._stream.refresh()
-
-    # --- gradients, masters ---------------------------------------------------------------------
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
-        """Scales all gradients so that their 2-norm is at most `max_norm`; returns the norm before that,
-        summed in fp64 in a fixed order. As torch.nn.utils.clip_grad_norm_ over all parameters."""
-        if float(norm_type) != 2.0:
-            raise errors.UsageError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
-        self.synchronize()
-        work = self._gather()
-        norm, bad = self._norm(work)
-        self.grad_norm = norm
-        if bad is not None and error_if_nonfinite:
-            raise RuntimeError(f"the norm of the gradients is {norm}: that of {bad.name} is not finite")
-        factor = max_norm / (norm + 1e-6)
-        if not factor >= 1.0:  # NaN too, as in torch
-            self.scale_gradients_(factor)
-        return torch.tensor(norm, dtype=torch.float32)
-
-    @torch.no_grad()
-    def scale_gradients_(self, factor):
-        """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
-        # The update takes finite factors alone; where NaN is to be applied, it goes into the gradients.
-        inside = self._nonfinite == "apply" and not math.isfinite(factor)
-        for slot, _ in self._gather():
-            if slot.is_away and not inside:
-                slot.scale_gradient(slot.stand_in, factor)
-                continue
-            if slot.is_away:
-                slot.restore_gradient(slot.stand_in)
-            slot.param.grad.mul_(factor)
-
-    def _slot_of(self, p):
-        if p not in self._slots:
-            raise errors.UsageError(
-                "this tensor is frozen or not a parameter of the optimizer: it has no states"
-            )
-        return self._slots[p]
-
-    def gradient(self, p):
-        """A copy of the gradient of `p` as it stands, wherever it is; None without one."""
-        if p.grad is None:
-            return None
-        return p.grad.detach().clone() if not self._slot_of(p).is_away else p.grad.clone()
-
-    def master(self, p):
-        """A copy of the fp32 master of `p`, in host memory."""
-        slot = self._slot_of(p)
-        self.synchronize()
-        slot.follow_weights()
-        values = torch.from_numpy(self._native.read_master(slot.index, slot.numel))
-        return values.as_strided(p.size(), p.stride())
-
-    @torch.no_grad()
-    def set_master(self, p, value):
-        """Writes the fp32 master of `p` and the weights, rounded (bf16: half up; fp16: nearest even)."""
-        slot = self._slot_of(p)
-        self.synchronize()
-        slot.follow_weights()
-        value = torch.as_tensor(value, dtype=torch.float32, device="cpu").expand(p.shape)
-        laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
-        self._native.write_master(slot.index, torch_support.flat(laid).numpy())
-        if slot.link:
-            slot.link.write_weights(slot)
-        slot.wrote_weights()
-
-    def memory_report(self):
-        """Bytes of host memory by purpose; the states of frozen parameters do not exist."""
-        return self._native.memory_report()
-
-    # --- state ----------------------------------------------------------------------------------
-
-    def state_dict(self):
-        """torch's layout. As with torch's optimizers the tensors are the live ones: copy them to keep them.
-        16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks."""
-        self.synchronize()
-        return super().state_dict()
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Takes a state_dict of this class or of torch.optim.AdamW, from any device."""
-        self.synchronize()
-        state_dict = state_dict.copy()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        groups = match_groups(self.param_groups, state_dict, self._decoupled)
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        by_param = match_states(dict(zip(saved_ids, params, strict=True)), state_dict["state"], self._names)
-        self._check_groups(groups)
-        self.param_groups[:] = groups
-        self._adopt(by_param)
-        self.state.clear()
-        for p, state in by_param.items():
-            self._load_state(p, state)
-        without = [self._names[p] for p, s in by_param.items() if MASTER_KEY[p.dtype] not in (None, *s)]
-        if without:
-            _log.warning("%d masters were not in the state that was loaded and start from the weights (%s, ...)",
-                         len(without), without[0])  # fmt: skip
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-    def _load_state(self, p, state):
-        slot = self._slots[p]
-        for key in MOMENT_KEYS:
-            slot.planes[key].copy_(state[key])
-        rest = state.get(MASTER_KEY[p.dtype])
-        if rest is not None:
-            slot.planes[MASTER_KEY[p.dtype]].copy_(rest)
-            slot.loaded_rest = rest.detach().clone() if slot.link else None
-        self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
-        self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})
 
     def close(self):
         """Waits for what runs and gives the host memory back, except what a state_dict still holds."""
@@ -582,21 +371,6 @@ def live_optimizers():
 def _world_size():
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _before_accumulation(optimizer, parameter, _gradient):
-    """Tensor hook: backward is about to write `p.grad`."""
-    owner, p = optimizer(), parameter()
-    if owner is not None and p in owner._slots:
-        owner._slots[p].before_accumulation()
-
-
-def _after_accumulation(optimizer, p):
-    """Post-accumulate hook: `p.grad` is there."""
-    owner = optimizer()
-    if owner is not None and p in owner._slots:
-        with torch.no_grad():
-            owner._slots[p].take_gradient()
 
 
 def _shut_down(owner, hooks, links, parts):

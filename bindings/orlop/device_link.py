@@ -9,6 +9,8 @@ from collections import deque
 
 import torch
 
+from .device_room import DeviceRoom
+
 _log = logging.getLogger("orlop")
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
@@ -40,8 +42,9 @@ def _driver():
 class DeviceLink:
     """Two streams of one device beside torch's own: gradients down, weights up."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, limit: int | None = None):
         self.device = device
+        self._room = DeviceRoom(device, limit)
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
         self._pinned: dict[int, int] = {}  # bytes by address
@@ -70,7 +73,7 @@ class DeviceLink:
                 )  # fmt: skip
 
     def unpin(self) -> None:
-        """Waits for all copies, then gives the registrations back."""
+        """Waits for all copies, then gives the registrations and the room on the device back."""
         self.down.synchronize()
         self.up.synchronize()
         for address in self._pinned:
@@ -79,6 +82,7 @@ class DeviceLink:
         self._gates.clear()
         self._leaving.clear()
         self._leaving_bytes = 0
+        self._room.clear()
 
     close = unpin
 
@@ -110,6 +114,15 @@ class DeviceLink:
             arrival.synchronize()
             self._leaving_bytes -= left
         self._leaving_bytes += size
+
+    def take_room(self, size: int) -> bool:
+        """Whether the optimizer may hold `size` bytes more on the device."""
+        return self._room.take(size)
+
+    def wait_arrival(self, arrival: torch.cuda.Event | None) -> None:
+        """What torch's current stream is given from here on runs behind a gradient's copy to host memory."""
+        if arrival is not None:
+            torch.cuda.current_stream(self.device).wait_event(arrival)
 
     def fence(self, arrival: torch.cuda.Event | None) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for an arrival: address and argument."""

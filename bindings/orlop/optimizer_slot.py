@@ -7,6 +7,7 @@ import math
 import torch
 
 from . import _orlop, errors
+from .gradient_sum import DeviceSum, HostSum, make_sum
 from .offloaded_gradient import OffloadedGradient
 from .torch_support import DTYPES, flat, in_layout_of
 
@@ -34,6 +35,9 @@ class Slot:
         self.job = 0  # version of the last work that was submitted for this tensor
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
+        self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
+        self.left_last = None  # event of the last copy to host memory
+        self.count, self.expected = 0, 1
         self._forget()
         if link:
             self.adopt_weights()
@@ -77,9 +81,10 @@ class Slot:
 
     def _forget(self) -> None:
         self.stand_in = None
+        self.expected = self.count or self.expected  # micro-batches of the last step
         self.count = 0  # micro-batches in it
         self.factor = 1.0
-        self.summed = False
+        self.has_left = True  # the copy in host memory, or on its way there, is all of it
         self.square_sum: tuple[float, bool] | None = None  # of a gradient that has left
         self.measured = False  # the optimizer's thread sums the squares of what is in host memory
         self.copied = False  # an equal copy of the plain `p.grad` is in host memory
@@ -97,53 +102,68 @@ class Slot:
             self.param.grad = None
 
     def take_gradient(self) -> None:
-        """Moves `p.grad` to host memory, adding to what backward has left there before."""
+        """Moves `p.grad` to host memory, or adds it to the sum of earlier micro-batches. That sum leaves with the
+        micro-batch that was the last one in the step before; should another one come, it leaves again."""
         grad = self.param.grad
         if grad is None or grad is self.stand_in:
             return
         if grad.dtype != self.dtype or grad.layout != torch.strided:
             return  # stays where it is
-        grad = in_layout_of(grad.detach(), self.param)
-        if self.count == 1 and not self.summed:
-            self._add_to_sum(first=True)
-        self.arrival = self._copy_to_host(flat(grad))
+        grad = flat(in_layout_of(grad.detach(), self.param))
+        self.square_sum, self.measured = None, False
+        self._add(grad)
         self.count += 1
-        if self.count > 1:
-            self._add_to_sum(first=False)
-        else:
-            self._measure()
-        self.square_sum = None
+        if self.count == self.expected:
+            self.settle()
         self.stand_in = OffloadedGradient.make(self.param, self)
         self.param.grad = self.stand_in
 
+    def _add(self, grad: torch.Tensor) -> None:
+        if self.count == 0:
+            if self.expected > 1 and self.sum is not None and self.sum.on_device:
+                self.sum.start_with(grad)
+                self.has_left = False
+            else:
+                self.copy_to_host(grad)
+                self.measure()
+            return
+        if self.sum is None:
+            self.sum = make_sum(self)
+        if self.count == 1 and self.has_left:
+            self.sum.start()
+        self.sum.add(grad)
+        self.has_left = False
+
+    def settle(self) -> None:
+        """The gradient as it stands is on its way to host memory."""
+        if not self.has_left:
+            self.sum.leave()
+            self.has_left = True
+
     def copy_gradient(self) -> None:
         """Copies the plain `p.grad` of a device for the update, and leaves it there."""
-        self.arrival = self._copy_to_host(flat(in_layout_of(self.param.grad.detach(), self.param)))
-        self._measure()
+        self.copy_to_host(flat(in_layout_of(self.param.grad.detach(), self.param)))
+        self.measure()
         self.copied = True
 
-    def _copy_to_host(self, grad: torch.Tensor):
+    def copy_to_host(self, grad: torch.Tensor) -> None:
         """Behind the last job, which may still read what is overwritten."""
         if self.link:
-            return self.link.offload(grad, self)
+            self.arrival = self.left_last = self.link.offload(grad, self)
+            return
         self.native.wait([self.index])
         self.host_gradient.copy_(grad)
-        return None
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         if not self.link or not self.measures:  # summed when somebody asks
             return
-        wait, handle = self.link.fence(self.arrival)
-        self.job = self.native.measure(self.index, self._view_of(self.host_gradient), wait, handle, self.arrival)
+        view = self.view_of(self.host_gradient)
+        self.job = self.native.measure(self.index, view, *self.fence(), self.arrival)
         self.measured = True
 
-    def _add_to_sum(self, first: bool) -> None:
-        if not hasattr(self, "sum"):
-            self.sum = torch.empty(self.numel, dtype=torch.float32)
-        wait, handle = self.link.fence(self.arrival) if self.link else (0, 0)
-        view = self._view_of(self.sum)
-        self.job = self.native.accumulate(self.index, view, not first, wait, handle, self.arrival)
-        self.summed = self.measured = True
+    def fence(self) -> tuple[int, int]:
+        """What the optimizer's thread calls to wait for the gradient: address and argument."""
+        return self.link.fence(self.arrival) if self.link else (0, 0)
 
     def drop_gradient(self) -> None:
         if self.is_away:
@@ -157,28 +177,31 @@ class Slot:
 
     def _arrived(self) -> torch.Tensor:
         """The gradient (numel) in host memory, before `factor`, complete."""
+        self.settle()
         if self.arrival is not None:
             self.arrival.synchronize()
-        if self.summed:
+        else:
             self.native.wait([self.index])
-            return self.sum
         return self.host_gradient
 
     def view(self) -> tuple[_orlop.GradientView, torch.Tensor]:
         """The gradient that an update reads, and the tensor that owns its memory."""
         if self.is_away or self.copied:
-            owner = self.sum if self.summed else self.host_gradient
+            self.settle()
+            owner = self.host_gradient
         else:
             owner = in_layout_of(self.param.grad.detach(), self.param)
-        return self._view_of(owner), owner
+        return self.view_of(owner), owner
 
-    def _view_of(self, values: torch.Tensor) -> _orlop.GradientView:
+    def view_of(self, values: torch.Tensor) -> _orlop.GradientView:
         return _orlop.GradientView(values.data_ptr(), DTYPES[values.dtype], self.numel)
 
     def squares(self) -> tuple[float, bool]:
         """Sum of the squares of the gradient before `factor`, and whether all of it is finite."""
         if self.square_sum is not None and self.is_away:
             return self.square_sum
+        if self.is_away:
+            self.settle()
         if self.measured:
             total, bad = self.native.measured(self.index)
         else:

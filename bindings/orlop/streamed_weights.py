@@ -113,6 +113,12 @@ class _Link:
         slot.host_gradient.copy_(grad)
         return None
 
+    def take_room(self, size: int) -> bool:
+        return self._inner is not None and self._inner.take_room(size)
+
+    def wait_arrival(self, arrival) -> None:
+        self._inner.wait_arrival(arrival)
+
     def fence(self, arrival):
         return self._inner.fence(arrival) if self._inner is not None else (0, 0)
 

@@ -26,7 +26,8 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     optimizer: a torch AdamW or Adam over the model's parameters (groups, hyperparameters and state are taken
         over), a mapping of arguments of orlop.AdamW, or None for evaluation only.
     config: "auto", or a mapping, YAML or JSON with limits.gpu: bytes for weights on the device ("24GiB"); as many
-        blocks as fit beside two for streaming stay there. "auto" takes what is free on a GPU less a reserve.
+        blocks as fit beside two for streaming stay there, and sums of micro-batches as far as they fit beside the
+        highest use of memory so far. "auto" takes what is free on a GPU less a reserve.
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU that is larger than the GPU is
         wrapped with device="cuda": its blocks never are there all at once.
@@ -45,7 +46,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     modules = find_blocks(model) if blocks is None else list(blocks)
     made = _make_blocks(model, modules, names, device)
     _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-    manager = StreamedWeights(model, made, DeviceLink(device) if device.type == "cuda" else None)
+    manager = StreamedWeights(model, made, DeviceLink(device, limit) if device.type == "cuda" else None)
     _keep_resident(made, limit, device)
     wrapped = _make_optimizer(model, optimizer, manager, options)
     _streams[model] = manager

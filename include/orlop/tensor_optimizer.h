@@ -107,14 +107,17 @@ class ORLOP_EXPORT TensorOptimizer {
   // cannot work.
   uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step);
 
-  // Submits: `sum` (F32) becomes, or with `add` grows by, the kept gradient of the tensor, and is
-  // measured. Returns the version that written_version becomes, as update() does.
+  // Submits: `sum` becomes, or with `add` grows by, the kept gradient of the tensor. Returns the
+  // version that written_version becomes, as update() does.
   uint32_t accumulate(int64_t tensor, std::span<float> sum, bool add, Fence arrived);
+
+  // Submits: the kept gradient becomes `sum`, rounded to nearest even, and is measured.
+  uint32_t round_sum(int64_t tensor, std::span<const float> sum);
 
   // Submits the norm of a gradient of the tensor, so that it is known when the last one arrives.
   uint32_t measure(int64_t tensor, const GradientView& gradient, Fence arrived);
 
-  // What the last accumulate() or measure() of the tensor found. Waits for it.
+  // What the last round_sum() or measure() of the tensor found. Waits for it.
   GradientNorm measured(int64_t tensor);
 
   // Waits for what was submitted for one tensor / for all.

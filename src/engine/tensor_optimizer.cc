@@ -88,18 +88,20 @@ class TensorOptimizer::Impl {
 
   uint32_t accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
     const TensorStore::Tensor& tensor = store_.at(index);
-    const GradientView gradient{tensor.states.gradient, tensor.spec.dtype, tensor.spec.numel};
-    check(gradient.data != nullptr || gradient.numel == 0, ErrorCode::kUsage,
-          "tensor '{}' keeps no gradient", tensor.spec.name);
-    check(sum.size() == static_cast<size_t>(gradient.numel), ErrorCode::kUsage,
-          "tensor '{}' has {} elements, the sum has {}", tensor.spec.name, gradient.numel,
-          sum.size());
-    const GradientView total{sum.data(), DType::kF32, gradient.numel};
-    SquareSum& found = result_of(index);
-    return submit_job(index, [this, &tensor, &found, gradient, total, sum, add, arrived] {
+    const GradientView gradient = kept_gradient(tensor, sum.size());
+    return submit_job(index, [&tensor, gradient, sum, add, arrived, threads = threads_] {
       wait_for(arrived, tensor.spec.name);
-      accumulate_gradient(gradient, sum, add, threads_);
-      found = square_sum(total, queue_scratch_, threads_);
+      accumulate_gradient(gradient, sum, add, threads);
+    });
+  }
+
+  uint32_t round_sum(int64_t index, std::span<const float> sum) {
+    const TensorStore::Tensor& tensor = store_.at(index);
+    const GradientView gradient = kept_gradient(tensor, sum.size());
+    SquareSum& found = result_of(index);
+    return submit_job(index, [this, &tensor, &found, gradient, sum] {
+      orlop::round_sum(tensor, sum, threads_);
+      found = square_sum(gradient, queue_scratch_, threads_);
     });
   }
 
@@ -143,6 +145,16 @@ class TensorOptimizer::Impl {
     const auto chunks = static_cast<size_t>(ceil_div(gradient.numel, kNormChunk));
     if (scratch.size() < chunks) scratch.resize(chunks);
     return grad_square_sum(gradient.data, gradient.dtype, gradient.numel, scratch.data(), threads);
+  }
+
+  // `count`: elements of the sum that it is for.
+  static GradientView kept_gradient(const TensorStore::Tensor& tensor, size_t count) {
+    const GradientView kept{tensor.states.gradient, tensor.spec.dtype, tensor.spec.numel};
+    check(kept.data != nullptr || kept.numel == 0, ErrorCode::kUsage,
+          "tensor '{}' keeps no gradient", tensor.spec.name);
+    check(count == static_cast<size_t>(kept.numel), ErrorCode::kUsage,
+          "tensor '{}' has {} elements, the sum has {}", tensor.spec.name, kept.numel, count);
+    return kept;
   }
 
   SquareSum& result_of(int64_t index) {
@@ -225,6 +237,11 @@ uint32_t TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool 
                                      Fence arrived) {
   impl_->check_owner();
   return impl_->accumulate(tensor, sum, add, arrived);
+}
+
+uint32_t TensorOptimizer::round_sum(int64_t tensor, std::span<const float> sum) {
+  impl_->check_owner();
+  return impl_->round_sum(tensor, sum);
 }
 
 uint32_t TensorOptimizer::measure(int64_t tensor, const GradientView& gradient, Fence arrived) {

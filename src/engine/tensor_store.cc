@@ -237,4 +237,24 @@ void accumulate_gradient(const GradientView& gradient, std::span<float> sum, boo
   }
 }
 
+void round_sum(const TensorStore::Tensor& tensor, std::span<const float> sum, int threads) {
+  const auto numel = static_cast<int64_t>(sum.size());
+  const DType dtype = tensor.spec.dtype;
+  void* kept = tensor.states.gradient;
+#pragma omp parallel num_threads(threads)
+  {
+    const FpEnvironment environment;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < numel; ++i) {
+      const float value = sum[static_cast<size_t>(i)];
+      if (dtype == DType::kF32) {
+        static_cast<float*>(kept)[i] = value;
+      } else {
+        static_cast<uint16_t*>(kept)[i] =
+            dtype == DType::kBF16 ? float_to_bf16(value) : float_to_fp16(value);
+      }
+    }
+  }
+}
+
 }  // namespace orlop

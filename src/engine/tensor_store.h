@@ -59,5 +59,7 @@ void mend_master(const TensorStore::Tensor& tensor, int threads);
 
 // sum = gradient, or sum += gradient.
 void accumulate_gradient(const GradientView& gradient, std::span<float> sum, bool add, int threads);
+// The kept gradient of the tensor becomes `sum`, rounded to nearest even.
+void round_sum(const TensorStore::Tensor& tensor, std::span<const float> sum, int threads);
 
 }  // namespace orlop

@@ -329,8 +329,11 @@ TEST(TensorOptimizer, SumsKeptGradients) {
     optimizer.wait(0);
   }
   EXPECT_EQ(sum, expected);
-  const GradientView view{sum.data(), DType::kF32, 5000};
+  optimizer.round_sum(0, sum);
+  optimizer.wait(0);
+  const GradientView view{kept, DType::kBF16, 5000};
   EXPECT_EQ(optimizer.measured(0).square_sum, optimizer.norm(std::vector{view}).square_sum);
+  for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(kept[i], float_to_bf16(sum[i])) << i;
 }
 
 TEST(TensorOptimizer, MeasuresBehindItsFence) {

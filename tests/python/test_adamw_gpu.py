@@ -115,6 +115,34 @@ def test_every_way_gives_the_same_bits(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(weights, expected[1], strict=True)), index
 
 
+@DTYPES
+@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
+def test_sums_on_the_device_and_in_host_memory_give_the_same_bits(dtype, hidden):
+    """Micro-batches are summed in fp32 and rounded once, wherever that is and however many a step has."""
+    torch.use_deterministic_algorithms(True)
+
+    def run(limit):
+        model = Model().cuda().to(dtype)
+        optimizer = orlop.AdamW(
+            model.parameters(), lr=1e-3, device_limit=limit, module=model if hidden else None
+        )
+        losses = []
+        for first, accumulation in enumerate([3, 3, 3, 5, 2, 1, 4, 4]):
+            losses += train(model, optimizer, 1, accumulation, clip=1.0, first=first)
+        size = 4 * sum(p.numel() for p in model.parameters())
+        report = optimizer.memory_report()
+        assert report.get("gradient sums", 0) == (size if limit == 0 else 0)
+        assert report.get("gradient sums on cuda:0", 0) == (0 if limit == 0 else size)
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    try:
+        expected, got = run(0), run(None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert got[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
+
+
 def test_step_does_not_wait_for_the_device():
     """The stream waits for the weights; the calling thread does not wait for the stream."""
     p = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))

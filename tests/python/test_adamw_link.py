@@ -39,9 +39,12 @@ class Late:
 class HostLink:
     """The interface of DeviceLink over plain memory; uploads run on a thread of their own, in order."""
 
-    def __init__(self, device):
+    room = 0  # bytes of sums on the "device"
+
+    def __init__(self, device, limit=None):
         self.pending = []
-        self.uploads = 0
+        self.uploads = self.offloads = 0
+        self.left = HostLink.room
         self.last = None  # copy of a gradient
 
     def pin(self, ranges):
@@ -54,8 +57,19 @@ class HostLink:
 
     def offload(self, grad, slot):
         slot.native.wait([slot.index])
+        self.offloads += 1
         self.last = Late(slot.host_gradient, grad, self.last)
         return self.last
+
+    def take_room(self, size):
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+    def wait_arrival(self, arrival):
+        if arrival is not None:
+            arrival.synchronize()
 
     def fence(self, arrival):
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
@@ -101,19 +115,30 @@ def away(monkeypatch):
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
-@pytest.mark.parametrize("gradients", ["auto", "stay"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("gradients", "counts", "room"),
+    [
+        ("stay", [1, 3, 2], 0),
+        ("auto", [1] * 4, 0),
+        ("auto", [3, 3, 5, 2, 1, 1, 4], 0),
+        ("auto", [3, 3, 5, 2, 1, 1, 4], 1 << 20),
+        ("auto", [3, 3, 5, 2, 1, 1, 4], 4 * (9 * 7 + 100)),
+    ],
+    ids=["stay", "single", "host-sums", "device-sums", "both-sums"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_masters_and_weights_equal_the_formula(away, dtype, accumulation, gradients, hidden):
-    """Case N-09: after each step the weights are the rounded masters, all elements."""
+def test_masters_and_weights_equal_the_formula(away, monkeypatch, dtype, gradients, counts, room, hidden):
+    """Case N-09: after each step the weights are the rounded masters, all elements. Micro-batches are summed in
+    fp32 and rounded once, wherever that happens and however their number changes from step to step."""
+    monkeypatch.setattr(HostLink, "room", room)
     torch.manual_seed(3)
     model = torch.nn.ModuleList([torch.nn.Linear(9, 7), torch.nn.Linear(130, 3)]).to(dtype)
     params = list(model.parameters())
     references = [Reference(p) for p in params]
     optimizer = orlop.AdamW(params, lr=1e-2, gradients=gradients, module=model if hidden else None)
-    for _step in range(6):
+    for count in counts:
         sums = [torch.zeros(p.shape) for p in params]
-        for _ in range(accumulation):
+        for _ in range(count):
             targets = [torch.randn(p.shape).to(dtype) for p in params]
             sum((p * t).sum() for p, t in zip(params, targets, strict=True)).backward()
             for i, t in enumerate(targets):
@@ -123,7 +148,7 @@ def test_masters_and_weights_equal_the_formula(away, dtype, accumulation, gradie
         else:
             sums = [p.grad.clone() for p in params]
         for gradient, reference in zip(sums, references, strict=True):
-            reference.step(gradient, 1e-2)
+            reference.step(gradient.to(dtype), 1e-2)
         optimizer.step()
         optimizer.synchronize()
         if gradients == "stay":
@@ -134,6 +159,61 @@ def test_masters_and_weights_equal_the_formula(away, dtype, accumulation, gradie
             rounded = reference.rounded_half_up() if dtype == torch.bfloat16 else reference.p
             assert torch.equal(p.detach().flatten(), torch.from_numpy(rounded).to(dtype))
     optimizer.close()
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20], ids=["host", "device"])
+def test_sums_on_the_device_leave_once(away, monkeypatch, room):
+    """From the second step on one copy of each gradient leaves, inside the backward that was the last one before."""
+    monkeypatch.setattr(HostLink, "room", room)
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in [(7,), (130, 3)]]
+    optimizer = orlop.AdamW(params, lr=0.1)
+    (link,) = optimizer._links.values()
+    offloads = []
+    for count in [3, 3, 3, 5, 2, 2, 1]:
+        before = link.offloads
+        for _ in range(count):
+            sum(p.sum() for p in params).backward()
+        in_backward = link.offloads - before
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        offloads.append((in_backward, link.offloads - before - in_backward))
+    optimizer.synchronize()
+    expected = [(2, 2), (2, 0), (2, 0), (2, 2), (0, 2), (2, 0), (0, 2)] if room else [
+        (2 * count, 0) for count in [3, 3, 3, 5, 2, 2, 1]
+    ]  # fmt: skip
+    assert offloads == expected
+    size = 4 * (7 + 130 * 3)
+    report = optimizer.memory_report()
+    assert (report.get("gradient sums on cpu"), report.get("gradient sums")) == (
+        (size, None) if room else (None, size)
+    )
+    optimizer.close()
+
+
+def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
+    """Asked with a limit and without; what was taken counts once, whether it was in use at the peak or not."""
+    from orlop.device_room import DeviceRoom
+
+    gib = 1 << 30
+    highest = 10 * gib
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: highest)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 12 * gib)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * gib, 40 * gib))
+    room = DeviceRoom(torch.device("cuda"), 24 * gib)
+    assert not room.take(13 * gib + 1)  # 24 less the peak of 10 less a reserve of 1
+    assert room.take(8 * gib)
+    assert room.take(3 * gib)
+    highest = 21 * gib  # the peak and what was taken
+    assert not room.take(2 * gib + 1)
+    highest = 22 * gib
+    assert not room.take(gib + 1)
+    assert room.take(gib)
+    room.clear()
+    highest = 22 * gib
+    assert not DeviceRoom(torch.device("cuda"), 1 << 50).take(32 * gib - 2 * gib - gib - 22 * gib + 1)
+    assert DeviceRoom(torch.device("cuda")).take(32 * gib - 2 * gib - gib - 22 * gib)
+    assert not DeviceRoom(torch.device("cuda"), 0).take(1)
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "apply"])

@@ -208,7 +208,7 @@ class DeepSpeedEngine(torch.nn.Module):
             line += "".join(f", {name}={1e3 * seconds:.1f} ms" for name, seconds in self._seconds.items())
             self._seconds = dict.fromkeys(self._seconds, 0.0)
         if self.config["memory_breakdown"]:
-            line += f", host bytes={self.optimizer.memory_report()}"
+            line += f", bytes={self.optimizer.memory_report()}"
         print(line, flush=True)
 
     def add_monitor(self, monitor):

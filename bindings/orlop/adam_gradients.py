@@ -1,0 +1,163 @@
+"""The gradients of orlop.AdamW: how they leave, their norm, clipping and scaling."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import weakref
+
+from . import errors, torch_support
+from .torch_support import torch
+
+from .adam_checks import check_hyperparameters  # isort: skip
+
+_log = logging.getLogger("orlop")
+
+
+class GradientSide:
+    """Part of AdamW, over its `_slots`, `_names` and `param_groups`."""
+
+    def _leaves(self, p):
+        return self._gradients == "leave" or (
+            self._gradients == "auto" and (self._is_away(p) or self._module is not None)
+        )
+
+    def _hook(self, p):
+        if p in self._hooks or not p.requires_grad:
+            return
+        reference = weakref.ref(self)
+        self._hooks[p] = [
+            p.register_hook(functools.partial(_before_accumulation, reference, weakref.ref(p))),
+            p.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, reference)),
+        ]
+
+    def _gather(self):
+        """(slot, group) of every parameter with a gradient, in the order of the groups."""
+        self._follow_moves()
+        late = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p not in self._slots
+        ]
+        if late:
+            self._check_groups(self.param_groups)
+            self._adopt(late)
+        work = []
+        for index, group in enumerate(self.param_groups):
+            check_hyperparameters(group, f"group {index}")
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                slot = self._slots[p]
+                if not slot.is_away:
+                    slot.drop_gradient()
+                    self._check_gradient(p)
+                    if slot.link and self._leaves(p):
+                        slot.take_gradient()
+                    elif slot.link:
+                        slot.copy_gradient()
+                slot.settle()
+                work.append((slot, group))
+        return work
+
+    def _check_gradient(self, p):
+        if p.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{self._names[p]} has a sparse gradient, which Adam cannot use; build its module with sparse=False"
+            )
+        if p.grad.dtype not in torch_support.DTYPES:
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}; float32, bfloat16 or float16 is needed"
+            )
+        if self._slots[p].link and p.grad.dtype != p.dtype:
+            raise TypeError(
+                f"the gradient of {self._names[p]} is {p.grad.dtype}, on a device it is to be {p.dtype} as the weight is"
+            )
+
+    def _norm(self, work):
+        """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
+        square_sum, bad = 0.0, None
+        for slot, _ in work:
+            total, finite = slot.squares()
+            square_sum += total * slot.factor**2
+            if bad is None and not (finite and math.isfinite(slot.factor)):
+                bad = slot
+        return math.sqrt(square_sum) if square_sum >= 0 else square_sum, bad
+
+    def _check_finite(self, work):
+        self.grad_norm, bad = self._norm(work)
+        if bad is None:
+            return True
+        text = f"the gradient of {bad.name} is not finite (norm of all: {self.grad_norm})"
+        if self._nonfinite == "raise":
+            raise errors.NonFiniteError(text)
+        self.skipped_steps += 1
+        self.first_bad = text
+        if self.skipped_steps in (1, 10, 100, 1000):
+            _log.warning("%s; the step was left out, nothing changed (%d so far)", text, self.skipped_steps)
+        return False
+
+    # --- for users ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+        """Scales all gradients so that their 2-norm is at most `max_norm`; returns the norm before that,
+        summed in fp64 in a fixed order. As torch.nn.utils.clip_grad_norm_ over all parameters."""
+        if float(norm_type) != 2.0:
+            raise errors.UsageError(f"clip_grad_norm_: norm_type {norm_type} is not supported, only 2")
+        self.synchronize()
+        work = self._gather()
+        norm, bad = self._norm(work)
+        self.grad_norm = norm
+        if bad is not None and error_if_nonfinite:
+            raise RuntimeError(f"the norm of the gradients is {norm}: that of {bad.name} is not finite")
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1.0:  # NaN too, as in torch
+            self.scale_gradients_(factor)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    @torch.no_grad()
+    def scale_gradients_(self, factor):
+        """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
+        # The update takes finite factors alone; where NaN is to be applied, it goes into the gradients.
+        inside = self._nonfinite == "apply" and not math.isfinite(factor)
+        for slot, _ in self._gather():
+            if slot.is_away and not inside:
+                slot.scale_gradient(slot.stand_in, factor)
+                continue
+            if slot.is_away:
+                slot.restore_gradient(slot.stand_in)
+            slot.param.grad.mul_(factor)
+
+    def gradient(self, p):
+        """A copy of the gradient of `p` as it stands, wherever it is; None without one."""
+        if p.grad is None:
+            return None
+        return p.grad.detach().clone() if not self._slot_of(p).is_away else p.grad.clone()
+
+    def zero_grad(self, set_to_none=True):
+        """As in torch; gradients that have left are dropped."""
+        for slot in self._slots.values():
+            if slot.is_away and not set_to_none:
+                slot.drop_gradient()
+                slot.param.grad = torch.zeros_like(slot.param)
+            else:
+                slot.drop_gradient()
+        super().zero_grad(set_to_none)
+
+
+def _before_accumulation(optimizer, parameter, _gradient):
+    """Tensor hook: backward is about to write `p.grad`."""
+    owner, p = optimizer(), parameter()
+    if owner is not None and p in owner._slots:
+        owner._slots[p].before_accumulation()
+
+
+def _after_accumulation(optimizer, p):
+    """Post-accumulate hook: `p.grad` is there."""
+    owner = optimizer()
+    if owner is not None and p in owner._slots:
+        with torch.no_grad():
+            owner._slots[p].take_gradient()

@@ -1,0 +1,102 @@
+"""The states of orlop.AdamW: masters, and state_dict in torch's layout both ways."""
+
+from __future__ import annotations
+
+import logging
+
+from . import torch_support
+from .torch_support import torch
+
+from .adam_checks import match_groups, match_states  # isort: skip
+from .gradient_sum import room_report  # isort: skip
+from .optimizer_slot import MASTER_KEY, MOMENT_KEYS  # isort: skip
+
+_log = logging.getLogger("orlop")
+
+
+class StateSide:
+    """Part of AdamW, over its `_slots`, `_native` and torch's `state`."""
+
+    def master(self, p):
+        """A copy of the fp32 master of `p`, in host memory."""
+        slot = self._slot_of(p)
+        self.synchronize()
+        slot.follow_weights()
+        values = torch.from_numpy(self._native.read_master(slot.index, slot.numel))
+        return values.as_strided(p.size(), p.stride())
+
+    @torch.no_grad()
+    def set_master(self, p, value):
+        """Writes the fp32 master of `p` and the weights, rounded (bf16: half up; fp16: nearest even)."""
+        slot = self._slot_of(p)
+        self.synchronize()
+        slot.follow_weights()
+        value = torch.as_tensor(value, dtype=torch.float32, device="cpu").expand(p.shape)
+        laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
+        self._native.write_master(slot.index, torch_support.flat(laid).numpy())
+        if slot.link:
+            slot.link.write_weights(slot)
+        slot.wrote_weights()
+
+    def memory_report(self):
+        """Bytes by purpose, in host memory where no device is named; the states of frozen parameters do not exist."""
+        return {**self._native.memory_report(), **room_report(self._slots.values())}
+
+    def _show_state(self, p):
+        """The entry of `self.state`, whose tensors are the host memory itself. What a user took out of it
+        starts anew; what a user put in its place is taken over."""
+        state, slot = self.state[p], self._slots[p]
+        fresh = "step" not in state
+        if fresh:
+            state["step"] = torch.tensor(0.0)
+        for key, plane in slot.planes.items():
+            if state.get(key) is plane:
+                continue
+            if key in state:
+                plane.copy_(state[key])
+            elif fresh and key in MOMENT_KEYS:
+                plane.zero_()
+            state[key] = plane
+        return state
+
+    def state_dict(self):
+        """torch's layout. As with torch's optimizers the tensors are the live ones: copy them to keep them.
+        16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks."""
+        self.synchronize()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Takes a state_dict of this class or of torch.optim.AdamW, from any device."""
+        self.synchronize()
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups = match_groups(self.param_groups, state_dict, self._decoupled)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        by_param = match_states(dict(zip(saved_ids, params, strict=True)), state_dict["state"], self._names)
+        self._check_groups(groups)
+        self.param_groups[:] = groups
+        self._adopt(by_param)
+        self.state.clear()
+        for p, state in by_param.items():
+            self._load_state(p, state)
+        without = [self._names[p] for p, s in by_param.items() if MASTER_KEY[p.dtype] not in (None, *s)]
+        if without:
+            _log.warning("%d masters were not in the state that was loaded and start from the weights (%s, ...)",
+                         len(without), without[0])  # fmt: skip
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_state(self, p, state):
+        slot = self._slots[p]
+        for key in MOMENT_KEYS:
+            slot.planes[key].copy_(state[key])
+        rest = state.get(MASTER_KEY[p.dtype])
+        if rest is not None:
+            slot.planes[MASTER_KEY[p.dtype]].copy_(rest)
+            slot.loaded_rest = rest.detach().clone() if slot.link else None
+        self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
+        self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})

@@ -1,0 +1,76 @@
+#include <algorithm>
+
+#include "base/bytes.h"
+#include "base/check.h"
+#include "cpu_adam/adam.h"
+#include "gpu/cuda_backend_api.h"
+#include "gpu/device_scope.h"
+#include "gpu/kernels/kernels.h"
+#include "orlop/device_optimizer.h"
+#include "orlop/export.h"
+
+using namespace orlop;
+
+namespace {
+
+DeviceAdamArgs adam_args(const AdamShard& shard, const AdamHyper& hyper,
+                         const StepScalars* scalars) {
+  return {.param = shard.param,
+          .lo = shard.lo,
+          .master = shard.master,
+          .exp_avg = shard.exp_avg,
+          .exp_avg_sq = shard.exp_avg_sq,
+          .grad = shard.grad,
+          .scalars = scalars,
+          .numel = shard.numel,
+          .rng_offset = shard.rng_offset,
+          .compute_dtype = shard.compute_dtype,
+          .moment_dtype = shard.moment_dtype,
+          .lr = hyper.lr,
+          .beta1 = hyper.beta1,
+          .beta2 = hyper.beta2,
+          .eps = hyper.eps,
+          .weight_decay = hyper.weight_decay,
+          .decoupled = hyper.decoupled,
+          .step = hyper.step,
+          .seed = hyper.seed};
+}
+
+}  // namespace
+
+extern "C" {
+
+ORLOP_EXPORT size_t orlop_cuda_scratch_bytes(int64_t numel) {
+  return std::max(align_up(sizeof(StepScalars), kDeviceAlignment),
+                  kernels::grad_norm_scratch_bytes(numel));
+}
+
+ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* hyper,
+                                       float grad_scale, void* scratch,
+                                       const DeviceStream* stream) {
+  check_adam_shard(*shard);
+  check(shard->grad_dtype == shard->compute_dtype, ErrorCode::kUsage,
+        "device_adam_step: the gradient is {}, on a device it is to be {} as the weights are",
+        dtype_name(shard->grad_dtype), dtype_name(shard->compute_dtype));
+  const AdamConstants constants = adam_constants(*hyper, grad_scale);
+  const DeviceScope scope(stream->device);
+  auto* issued = static_cast<cudaStream_t>(stream->stream);
+  StepScalars scalars;
+  scalars.grad_scale = constants.grad_scale;
+  // From pageable memory: read before the call returns.
+  ORLOP_CUDA(cudaMemcpyAsync(scratch, &scalars, sizeof(scalars), cudaMemcpyHostToDevice, issued));
+  kernels::device_adam(adam_args(*shard, *hyper, static_cast<const StepScalars*>(scratch)),
+                       constants, issued);
+}
+
+ORLOP_EXPORT void orlop_cuda_square_sum(const float* values, int64_t numel, DeviceSquareSum* result,
+                                        void* scratch, const DeviceStream* stream) {
+  const DeviceScope scope(stream->device);
+  kernels::round_grad({.grad = values,
+                       .square_sum = &result->sum,
+                       .first_nonfinite = &result->first_nonfinite,
+                       .scratch = scratch,
+                       .numel = numel},
+                      static_cast<cudaStream_t>(stream->stream));
+}
+}

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "orlop/cpu_adam.h"
+#include "orlop/export.h"
+
+// The optimizer on a GPU, over device memory that somebody else owns (PyTorch's allocator), in the
+// order of somebody else's stream. The bits are those of cpu_adam.h.
+namespace orlop {
+
+// Where work is issued; `stream` is a cudaStream_t of the device.
+struct DeviceStream {
+  int device = 0;
+  void* stream = nullptr;
+};
+
+// What device_square_sum() writes, in device memory.
+struct DeviceSquareSum {
+  double sum = 0;
+  int64_t first_nonfinite = -1;  // index of the first NaN or Inf, or -1
+};
+
+// Device memory that either call below needs for `numel` elements, aligned to 256 bytes. It is in
+// use until the work on the stream has run.
+ORLOP_EXPORT size_t device_optimizer_scratch_bytes(int64_t numel);
+
+// One Adam step over planes in device memory. The gradient has the compute dtype. Throws
+// Error(kUsage) as adam_step() does, Error(kDevice) without the CUDA part of Orlop.
+ORLOP_EXPORT void device_adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad_scale,
+                                   void* scratch, const DeviceStream& stream);
+
+// Sum of the squares of fp32 values, as grad_square_sum() adds them. `result` is device memory.
+ORLOP_EXPORT void device_square_sum(const float* values, int64_t numel, DeviceSquareSum* result,
+                                    void* scratch, const DeviceStream& stream);
+
+}  // namespace orlop
