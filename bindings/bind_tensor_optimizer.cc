@@ -185,13 +185,14 @@ void bind_values(py::module_& module) {
   py::class_<TensorUpdate>(
       module, "TensorUpdate",
       "wait, handle: address of an int(void*) that returns 0 when the gradient "
-      "has arrived, and its argument; 0: it is there.")
+      "has arrived, and its argument; 0: it is there. written: somebody else "
+      "may have written weights or master in place since the last update.")
       .def(py::init([](int64_t tensor, const GradientView& gradient, const AdamHyper& hyper,
-                       Address wait, Address handle) {
-             return TensorUpdate{tensor, gradient, hyper, make_fence(wait, handle)};
+                       Address wait, Address handle, bool written) {
+             return TensorUpdate{tensor, gradient, hyper, make_fence(wait, handle), written};
            }),
            py::arg("tensor"), py::arg("gradient"), py::arg("hyper"), py::arg("wait") = 0,
-           py::arg("handle") = 0);
+           py::arg("handle") = 0, py::arg("written") = true);
 }
 
 void bind_states(py::class_<OptimizerHandle>& optimizer) {

@@ -295,7 +295,7 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
                 slot.follow_weights()
                 view, owner = slot.view()
                 hyper = self._hyper(slot, group)
-                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, *slot.fence()))
+                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, *slot.fence(), slot.is_written()))
                 owners += [owner, slot.arrival]
             version = self._native.update(updates, factor, self.steps, owners)
             for slot, _ in run:

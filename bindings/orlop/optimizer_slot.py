@@ -32,6 +32,7 @@ class Slot:
         self.host_weights = self._flat_plane("weights", self.dtype) if link else None
         self.host_gradient = self._flat_plane("gradient", self.dtype) if hold else None
         self.measures = True  # whether every step asks for the norm
+        self.planes_seen = None  # versions of weights and master in host memory at the last update
         self.job = 0  # version of the last work that was submitted for this tensor
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
@@ -71,6 +72,15 @@ class Slot:
         elif self.address != self.param.data_ptr():
             self.native.move_weights(self.index, self.param.data_ptr(), self.param.detach())
             self.address = self.param.data_ptr()
+
+    def is_written(self) -> bool:
+        """Whether host weights or master may have been written in place since the last call. The memory of a
+        user's own parameter may be at any time, without torch knowing."""
+        if not self.link or MASTER_KEY[self.dtype] is None:
+            return True
+        versions = self.host_weights._version, self.planes[MASTER_KEY[self.dtype]]._version
+        written, self.planes_seen = versions != self.planes_seen, versions
+        return written
 
     def wrote_weights(self) -> None:
         """The update changes the weights behind autograd's back: say so, as any in-place write does."""

@@ -75,13 +75,14 @@ class TensorOptimizer::Impl {
       const AdamShard shard = adam_shard(tensor, update.gradient);
       check_adam_shard(shard);
       adam_constants(update.hyper, grad_scale);  // throws for what is out of range
-      batch->updates.push_back(HostUpdate{static_cast<int>(update.tensor),
-                                          {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
-                                          tensor.gate(),
-                                          [&tensor, fence = update.arrived, threads = threads_] {
-                                            wait_for(fence, tensor.spec.name);
-                                            mend_master(tensor, threads);
-                                          }});
+      batch->updates.push_back(HostUpdate{
+          static_cast<int>(update.tensor),
+          {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
+          tensor.gate(),
+          [&tensor, fence = update.arrived, threads = threads_, is_written = update.is_written] {
+            wait_for(fence, tensor.spec.name);
+            if (is_written) mend_master(tensor, threads);
+          }});
     }
     return submit(std::move(batch), step);
   }

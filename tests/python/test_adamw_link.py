@@ -262,6 +262,32 @@ def test_changed_weights_are_noticed(away, dtype):
     assert torch.equal(p, changed)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_zero_written_into_host_weights_stays_a_zero(away, dtype):
+    """Unwritten weights are not looked at before an update; written ones are, once."""
+    torch.manual_seed(5)
+    p = torch.nn.Parameter(torch.randn(5000).to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        (p * torch.randn(5000)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    slot = optimizer._slots[p]
+    assert not slot.is_written()
+    if dtype == torch.bfloat16:
+        assert (slot.planes["master_lo"] < 0).any()  # rests that would turn a zero into a NaN
+    slot.host_weights[::2] = 0
+    optimizer.param_groups[0]["lr"] = 0.0
+    kept = slot.host_weights.clone()
+    p.sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(slot.host_weights, kept)
+    assert optimizer.master(p).isfinite().all()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_resume_is_exact(away, dtype, weights_first):
