@@ -35,8 +35,12 @@ struct Gate {
 
 // What the host does with gates: opens one, and waits for one on the calling thread, which tells
 // whether it had to. The caller looks for kFailed.
+//
+// A sequentially consistent store: notify_all() looks whether anybody waits, and with a weaker one
+// the processor may look before it stores, when the other side still reads the old version and goes
+// to sleep for ever.
 inline void open_gate(const Gate& gate, uint32_t version) {
-  gate.value->store(version, std::memory_order_release);
+  gate.value->store(version, std::memory_order_seq_cst);
   gate.value->notify_all();
 }
 inline bool await_gate(const Gate& gate, uint32_t version) {
