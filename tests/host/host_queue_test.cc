@@ -359,5 +359,27 @@ TEST(HostEvent, StressOfReusedEventsKeepsTheOrder) {
   EXPECT_EQ(wrong, 0);
 }
 
+// A wake-up that is lost leaves both threads asleep until the time limit of the test.
+TEST(Gate, TwoThreadsThatWakeEachOtherByTurnsNeverMissATurn) {
+  constexpr uint32_t kRounds = 1'000'000;
+  struct alignas(64) Counter {
+    std::atomic<uint32_t> value{0};
+  };
+  Counter there;
+  Counter back;
+  std::thread other([&] {
+    for (uint32_t round = 1; round <= kRounds; ++round) {
+      await_gate({&there.value}, round);
+      open_gate({&back.value}, round);
+    }
+  });
+  for (uint32_t round = 1; round <= kRounds; ++round) {
+    open_gate({&there.value}, round);
+    await_gate({&back.value}, round);
+  }
+  other.join();
+  EXPECT_EQ(back.value.load(), kRounds);
+}
+
 }  // namespace
 }  // namespace orlop
