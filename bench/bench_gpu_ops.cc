@@ -405,20 +405,21 @@ void Bench::optimizer(DType moment) {
                                  : static_cast<void*>(bf16(kNumel));
   };
   DeviceAdamArgs args;
-  args.param = bf16(kNumel);
-  args.lo = reinterpret_cast<uint16_t*>(bf16(kNumel));
-  args.grad = bf16(kNumel);
-  args.exp_avg = plane();
-  args.exp_avg_sq = plane();
-  if (moment == DType::kBF16) queue().fill_zero(args.exp_avg_sq, kNumel * 2);  // never negative
+  args.shard.param = bf16(kNumel);
+  args.shard.lo = reinterpret_cast<uint16_t*>(bf16(kNumel));
+  args.shard.grad = bf16(kNumel);
+  args.shard.exp_avg = plane();
+  args.shard.exp_avg_sq = plane();
+  if (moment == DType::kBF16)
+    queue().fill_zero(args.shard.exp_avg_sq, kNumel * 2);  // never negative
   StepScalars scalars;
   args.scalars = put(std::vector<StepScalars>{scalars});
-  args.numel = kNumel;
-  args.moment_dtype = moment;
-  args.lr = 1e-4;
-  args.beta1 = 0.9;
-  args.beta2 = 0.95;
-  args.eps = 1e-8;
+  args.shard.numel = kNumel;
+  args.shard.moment_dtype = moment;
+  args.hyper.lr = 1e-4;
+  args.hyper.beta1 = 0.9;
+  args.hyper.beta2 = 0.95;
+  args.hyper.eps = 1e-8;
   const double bytes =
       static_cast<double>(kNumel) * (2 * 4 + 2 + 4 * static_cast<double>(dtype_bytes(moment)));
   const Summary ms = time([&] { ops().device_adam(queue(), args); });

@@ -138,26 +138,9 @@ void CudaOps::finish_norm(Queue& queue, const FinishNormArgs& args) {
 }
 
 void CudaOps::device_adam(Queue& queue, const DeviceAdamArgs& args) {
-  const AdamHyper hyper{.lr = args.lr,
-                        .beta1 = args.beta1,
-                        .beta2 = args.beta2,
-                        .eps = args.eps,
-                        .weight_decay = args.weight_decay,
-                        .decoupled = args.decoupled,
-                        .step = args.step,
-                        .seed = args.seed};
-  check_adam_shard({.compute_dtype = args.compute_dtype,
-                    .moment_dtype = args.moment_dtype,
-                    .grad_dtype = args.compute_dtype,
-                    .param = args.param,
-                    .lo = args.lo,
-                    .master = args.master,
-                    .exp_avg = args.exp_avg,
-                    .exp_avg_sq = args.exp_avg_sq,
-                    .grad = args.grad,
-                    .numel = args.numel,
-                    .rng_offset = args.rng_offset});
-  const AdamConstants constants = adam_constants(hyper, 1.0f);  // grad_scale: on the device
+  check_adam_shard(args.shard);
+  ORLOP_INVARIANT(args.shard.grad_dtype == args.shard.compute_dtype);
+  const AdamConstants constants = adam_constants(args.hyper, 1.0f);  // grad_scale: on the device
   const Issue issue(queue, "device_adam");
   kernels::device_adam(args, constants, issue.stream());
 }

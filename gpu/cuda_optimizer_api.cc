@@ -11,33 +11,6 @@
 
 using namespace orlop;
 
-namespace {
-
-DeviceAdamArgs adam_args(const AdamShard& shard, const AdamHyper& hyper,
-                         const StepScalars* scalars) {
-  return {.param = shard.param,
-          .lo = shard.lo,
-          .master = shard.master,
-          .exp_avg = shard.exp_avg,
-          .exp_avg_sq = shard.exp_avg_sq,
-          .grad = shard.grad,
-          .scalars = scalars,
-          .numel = shard.numel,
-          .rng_offset = shard.rng_offset,
-          .compute_dtype = shard.compute_dtype,
-          .moment_dtype = shard.moment_dtype,
-          .lr = hyper.lr,
-          .beta1 = hyper.beta1,
-          .beta2 = hyper.beta2,
-          .eps = hyper.eps,
-          .weight_decay = hyper.weight_decay,
-          .decoupled = hyper.decoupled,
-          .step = hyper.step,
-          .seed = hyper.seed};
-}
-
-}  // namespace
-
 extern "C" {
 
 ORLOP_EXPORT size_t orlop_cuda_scratch_bytes(int64_t numel) {
@@ -59,8 +32,8 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
   scalars.grad_scale = constants.grad_scale;
   // From pageable memory: read before the call returns.
   ORLOP_CUDA(cudaMemcpyAsync(scratch, &scalars, sizeof(scalars), cudaMemcpyHostToDevice, issued));
-  kernels::device_adam(adam_args(*shard, *hyper, static_cast<const StepScalars*>(scratch)),
-                       constants, issued);
+  kernels::device_adam({*shard, *hyper, static_cast<const StepScalars*>(scratch)}, constants,
+                       issued);
 }
 
 ORLOP_EXPORT void orlop_cuda_square_sum(const float* values, int64_t numel, DeviceSquareSum* result,

@@ -74,8 +74,8 @@ class Slot:
             self.address = self.param.data_ptr()
 
     def is_written(self) -> bool:
-        """Whether host weights or master may have been written in place since the last call. The memory of a
-        user's own parameter may be at any time, without torch knowing."""
+        """Whether host weights or master may have been written in place since the last call, as torch's version
+        counters tell; the memory of a user's own parameter may have been written without torch knowing."""
         if not self.link or MASTER_KEY[self.dtype] is None:
             return True
         versions = self.host_weights._version, self.planes[MASTER_KEY[self.dtype]]._version

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kBlock) adam_kernel(Run run, AdamConstants c) 
   }
 }
 
-Run advanced(Run run, int64_t elements, const DeviceAdamArgs& args) {
+Run advanced(Run run, int64_t elements, const AdamShard& shard) {
   const auto at = [elements](auto* plane, size_t element_bytes) {
     using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(plane)>>,
                                     const char, char>;
@@ -144,9 +144,9 @@ Run advanced(Run run, int64_t elements, const DeviceAdamArgs& args) {
   run.param = at(run.param, 2);
   run.lo = at(run.lo, 2);
   run.master = at(run.master, 4);
-  run.exp_avg = at(run.exp_avg, dtype_bytes(args.moment_dtype));
-  run.exp_avg_sq = at(run.exp_avg_sq, dtype_bytes(args.moment_dtype));
-  run.grad = at(run.grad, dtype_bytes(args.compute_dtype));
+  run.exp_avg = at(run.exp_avg, dtype_bytes(shard.moment_dtype));
+  run.exp_avg_sq = at(run.exp_avg_sq, dtype_bytes(shard.moment_dtype));
+  run.grad = at(run.grad, dtype_bytes(shard.compute_dtype));
   return run;
 }
 
@@ -159,7 +159,7 @@ void launch(const Run& run, const AdamConstants& constants, cudaStream_t stream)
 
 // Vectors for the multiple of kWide, single elements for the rest.
 template <typename Compute, typename Moment>
-void launch_run(const Run& run, const AdamConstants& constants, const DeviceAdamArgs& args,
+void launch_run(const Run& run, const AdamConstants& constants, const AdamShard& shard,
                 cudaStream_t stream) {
   const bool aligned = is_aligned(run.param, 16) && is_aligned(run.lo, 16) &&
                        is_aligned(run.master, 16) && is_aligned(run.exp_avg, 16) &&
@@ -171,7 +171,7 @@ void launch_run(const Run& run, const AdamConstants& constants, const DeviceAdam
     launch<Compute, Moment, kWide>(head, constants, stream);
   }
   if (wide < run.numel) {
-    Run tail = advanced(run, wide, args);
+    Run tail = advanced(run, wide, shard);
     tail.numel = run.numel - wide;
     tail.index_low = run.index_low + static_cast<uint32_t>(wide);
     launch<Compute, Moment, 1>(tail, constants, stream);
@@ -181,27 +181,29 @@ void launch_run(const Run& run, const AdamConstants& constants, const DeviceAdam
 }  // namespace
 
 void device_adam(const DeviceAdamArgs& args, const AdamConstants& constants, cudaStream_t stream) {
-  const Run whole{.param = static_cast<uint16_t*>(args.param),
-                  .lo = args.lo,
-                  .master = args.master,
-                  .exp_avg = args.exp_avg,
-                  .exp_avg_sq = args.exp_avg_sq,
-                  .grad = args.grad,
+  const AdamShard& shard = args.shard;
+  const Run whole{.param = static_cast<uint16_t*>(shard.param),
+                  .lo = shard.lo,
+                  .master = shard.master,
+                  .exp_avg = shard.exp_avg,
+                  .exp_avg_sq = shard.exp_avg_sq,
+                  .grad = shard.grad,
                   .scalars = args.scalars,
-                  .numel = args.numel,
+                  .numel = shard.numel,
                   .index_low = 0,
                   .key = {}};
-  for (int64_t begin = 0; begin < args.numel;) {
-    const int64_t index = args.rng_offset + begin;
-    Run run = advanced(whole, begin, args);
-    run.numel = std::min(args.numel - begin, kIndexBlock - index % kIndexBlock);
+  for (int64_t begin = 0; begin < shard.numel;) {
+    const int64_t index = shard.rng_offset + begin;
+    Run run = advanced(whole, begin, shard);
+    run.numel = std::min(shard.numel - begin, kIndexBlock - index % kIndexBlock);
     run.index_low = static_cast<uint32_t>(index % kIndexBlock);
-    run.key = adam_rng_key(args.seed, args.step, static_cast<uint32_t>(index / kIndexBlock));
-    dispatch_float(args.compute_dtype, "device_adam", [&]<typename Compute>() {
-      if (args.moment_dtype == DType::kF32) {
-        launch_run<Compute, float>(run, constants, args, stream);
+    run.key =
+        adam_rng_key(args.hyper.seed, args.hyper.step, static_cast<uint32_t>(index / kIndexBlock));
+    dispatch_float(shard.compute_dtype, "device_adam", [&]<typename Compute>() {
+      if (shard.moment_dtype == DType::kF32) {
+        launch_run<Compute, float>(run, constants, shard, stream);
       } else {
-        launch_run<Compute, bf16>(run, constants, args, stream);
+        launch_run<Compute, bf16>(run, constants, shard, stream);
       }
     });
     begin += run.numel;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 
+#include "orlop/cpu_adam.h"
 #include "orlop/types.h"
 
 namespace orlop {
@@ -215,21 +216,9 @@ struct FinishNormArgs {
 
 // One AdamW step over `numel` elements in device memory; planes and formula as in cpu_adam/adam.h.
 struct DeviceAdamArgs {
-  void* param = nullptr;    // compute copy: hi plane (bf16), or fp16 copy; unused for fp32
-  uint16_t* lo = nullptr;   // bf16 compute: low plane
-  float* master = nullptr;  // fp16 and fp32 compute
-  void* exp_avg = nullptr;
-  void* exp_avg_sq = nullptr;
-  const void* grad = nullptr;
+  AdamShard shard;  // planes in device memory; grad_dtype is compute_dtype
+  AdamHyper hyper;
   const StepScalars* scalars = nullptr;  // device memory; skip leaves every bit as it is
-  int64_t numel = 0;
-  int64_t rng_offset = 0;  // element index of the shard's start, for stochastic rounding
-  DType compute_dtype = DType::kBF16;
-  DType moment_dtype = DType::kF32;
-  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  bool decoupled = true;
-  int64_t step = 1;
-  uint64_t seed = 0;
 };
 
 class Ops {

@@ -229,14 +229,15 @@ class Engine::Impl {
   void check_wear() {
     SwapSpace* swap = session_.swap();
     if (swap == nullptr) return;
-    // What the update that still runs has yet to write is not in the count of the day.
-    const uint64_t written = swap->swapper().stats().bytes_written;
-    const uint64_t pending = expected_writes_ - std::min(expected_writes_, written);
-    on_all_ranks(*ranks_, "drives", [&] {
-      swap->swapper().check_write_budget(pending + swap->bytes_written_per_step());
-    });
+    if (config_.limits.nvme_writes_per_day_bytes) {
+      // What the update that still runs has yet to write is not in the count of the day.
+      const uint64_t written = swap->swapper().stats().bytes_written;
+      const uint64_t pending = expected_writes_ - std::min(expected_writes_, written);
+      const uint64_t coming = pending + swap->bytes_written_per_step();
+      on_all_ranks(*ranks_, "drives", [&] { swap->swapper().check_write_budget(coming); });
+      expected_writes_ = written + coming;
+    }
     swap->swapper().begin_step();
-    expected_writes_ = written + pending + swap->bytes_written_per_step();
   }
 
   // After the space for swapping was taken.

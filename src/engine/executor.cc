@@ -447,40 +447,19 @@ void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
   const std::byte* grad = address(plan.buffer(op.uses.front()));  // the gradient comes first
   const StatePlanes planes =
       state_planes(input_.shard_numel(op.param), input_.compute_dtype, input_.moment_dtype);
-  std::byte* rest = state_address(planes, base).rest;
   const int64_t first = shard_range(input_.layout.flat_params[static_cast<size_t>(op.param)].numel,
                                     ranks_.rank(), input_.world_size)
                             .begin;
   const auto* scalars = reinterpret_cast<const StepScalars*>(
       address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kDevice))));
-  const AdamHyper& hyper = walk.input.hyper;
   for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
-    const size_t begin = static_cast<size_t>(run.begin - first);
-    DeviceAdamArgs args;
-    if (input_.compute_dtype != DType::kF32)
-      args.param = base + begin * dtype_bytes(input_.compute_dtype);
-    if (input_.compute_dtype == DType::kBF16) {
-      args.lo = reinterpret_cast<uint16_t*>(rest + planes.master) + begin;
-    } else {
-      std::byte* master = input_.compute_dtype == DType::kF32 ? base : rest + planes.master;
-      args.master = reinterpret_cast<float*>(master) + begin;
-    }
-    args.exp_avg = rest + planes.exp_avg + begin * dtype_bytes(input_.moment_dtype);
-    args.exp_avg_sq = rest + planes.exp_avg_sq + begin * dtype_bytes(input_.moment_dtype);
-    args.grad = grad + begin * dtype_bytes(input_.compute_dtype);
-    args.scalars = scalars;
-    args.numel = run.numel;
-    args.rng_offset = run.begin;
-    args.compute_dtype = input_.compute_dtype;
-    args.moment_dtype = input_.moment_dtype;
-    args.lr = hyper.lr;
-    args.beta1 = hyper.beta1;
-    args.beta2 = hyper.beta2;
-    args.eps = hyper.eps;
-    args.weight_decay = run.decay ? hyper.weight_decay : 0.0;
-    args.decoupled = hyper.decoupled;
-    args.step = hyper.step;
-    args.seed = param_seed(hyper.seed, op.param);
+    const int64_t begin = run.begin - first;
+    DeviceAdamArgs args{adam_shard(planes, state_address(planes, base), begin, run.numel),
+                        walk.input.hyper, scalars};
+    args.shard.grad = grad + static_cast<size_t>(begin) * dtype_bytes(input_.compute_dtype);
+    args.shard.rng_offset = run.begin;
+    if (!run.decay) args.hyper.weight_decay = 0;
+    args.hyper.seed = param_seed(args.hyper.seed, op.param);
     backend_.ops().device_adam(queue, args);
   }
 }

@@ -309,33 +309,14 @@ std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) c
       by_chunks ? swap_->address(op.param, op.chunk, address_of(BufferKind::kSwapSlot), whole.copy)
                 : whole;
   const std::byte* grads = address_of(BufferKind::kRoundedGrad);
-  const size_t compute_bytes = dtype_bytes(planes.compute_dtype);
-  const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
   std::vector<UpdatePart> parts;
   const ShardRange& own = states_->shard(op.param);
   for (const DecayRun& run : decay_runs(layout().flat_params[static_cast<size_t>(op.param)], own)) {
     const ElementRange part =
         intersect({run.begin - own.begin, run.numel}, {op.chunk.begin, planes.numel});
     if (part.numel == 0) continue;
-    const size_t local = static_cast<size_t>(part.begin - op.chunk.begin);  // in the chunk
-    AdamShard shard;
-    shard.compute_dtype = planes.compute_dtype;
-    shard.moment_dtype = planes.moment_dtype;
-    shard.grad_dtype = planes.compute_dtype;
-    if (planes.compute_dtype == DType::kF32) {
-      shard.master = reinterpret_cast<float*>(base.copy) + local;
-    } else {
-      shard.param = base.copy + local * compute_bytes;
-      if (planes.compute_dtype == DType::kBF16) {
-        shard.lo = reinterpret_cast<uint16_t*>(base.rest + planes.master) + local;
-      } else {
-        shard.master = reinterpret_cast<float*>(base.rest + planes.master) + local;
-      }
-    }
-    shard.exp_avg = base.rest + planes.exp_avg + local * moment_bytes;
-    shard.exp_avg_sq = base.rest + planes.exp_avg_sq + local * moment_bytes;
-    shard.grad = grads + static_cast<size_t>(part.begin) * compute_bytes;
-    shard.numel = part.numel;
+    AdamShard shard = adam_shard(planes, base, part.begin - op.chunk.begin, part.numel);
+    shard.grad = grads + static_cast<size_t>(part.begin) * dtype_bytes(planes.compute_dtype);
     shard.rng_offset = own.begin + part.begin;
     parts.push_back({shard, run.decay, param_seed(seed, op.param)});
   }

@@ -70,27 +70,7 @@ void HostOps::finish_norm(Queue& queue, const FinishNormArgs& args) {
 void HostOps::device_adam(Queue& queue, const DeviceAdamArgs& args) {
   host_queue(queue).enqueue("device_adam", [this, args] {
     if (args.scalars->skip) return;
-    const AdamShard shard = {.compute_dtype = args.compute_dtype,
-                             .moment_dtype = args.moment_dtype,
-                             .grad_dtype = args.compute_dtype,
-                             .param = args.param,
-                             .lo = args.lo,
-                             .master = args.master,
-                             .exp_avg = args.exp_avg,
-                             .exp_avg_sq = args.exp_avg_sq,
-                             .grad = args.grad,
-                             .numel = args.numel,
-                             .rng_offset = args.rng_offset};
-    const AdamHyper hyper = {.lr = args.lr,
-                             .beta1 = args.beta1,
-                             .beta2 = args.beta2,
-                             .eps = args.eps,
-                             .weight_decay = args.weight_decay,
-                             .decoupled = args.decoupled,
-                             .maximize = false,
-                             .step = args.step,
-                             .seed = args.seed};
-    adam_step(shard, hyper, args.scalars->grad_scale, threads_);
+    adam_step(args.shard, args.hyper, args.scalars->grad_scale, threads_);
   });
 }
 

@@ -114,6 +114,28 @@ std::vector<PlanePart> plane_parts(const StatePlanes& planes, const StateAddress
   return {copy};
 }
 
+AdamShard adam_shard(const StatePlanes& planes, const StateAddress& base, int64_t offset,
+                     int64_t numel) {
+  const size_t first = static_cast<size_t>(offset);
+  const size_t moment_bytes = dtype_bytes(planes.moment_dtype);
+  AdamShard shard;
+  shard.compute_dtype = planes.compute_dtype;
+  shard.moment_dtype = planes.moment_dtype;
+  shard.grad_dtype = planes.compute_dtype;
+  shard.numel = numel;
+  if (planes.compute_dtype != DType::kF32) {
+    shard.param = base.copy + first * dtype_bytes(planes.compute_dtype);
+  }
+  if (planes.compute_dtype == DType::kBF16) {
+    shard.lo = plane_at<uint16_t>(base.rest, planes.master, offset);
+  } else {
+    shard.master = master_at(planes, base, offset);
+  }
+  shard.exp_avg = base.rest + planes.exp_avg + first * moment_bytes;
+  shard.exp_avg_sq = base.rest + planes.exp_avg_sq + first * moment_bytes;
+  return shard;
+}
+
 std::vector<DecayRun> decay_runs(const FlatParamLayout& layout, const ShardRange& shard) {
   std::vector<DecayRun> runs;
   for (const Segment& segment : layout.segments) {

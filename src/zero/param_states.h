@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "model/param_layout.h"
+#include "orlop/cpu_adam.h"
 #include "orlop/types.h"
 #include "zero/partition.h"
 
@@ -67,6 +68,11 @@ struct PlanePart {
 
 std::vector<PlanePart> plane_parts(const StatePlanes& planes, const StateAddress& base,
                                    Plane plane);
+
+// What Adam reads and writes of elements [offset, offset + numel), but for the gradient, which has
+// the compute dtype. rng_offset is the caller's.
+AdamShard adam_shard(const StatePlanes& planes, const StateAddress& base, int64_t offset,
+                     int64_t numel);
 
 // A run of elements of a FlatParam with one weight-decay setting.
 struct DecayRun {

@@ -97,14 +97,14 @@ class GpuAdam : public GpuBits, public testing::WithParamInterface<AdamCase> {
       return data_.put_bytes(bytes.data(), bytes.size(), shift * dtype_bytes(dtype));
     };
     DeviceAdamArgs args;
-    args.compute_dtype = shard.compute;
-    args.moment_dtype = shard.moment;
-    args.param = plane(shard.param, shard.compute);
-    args.lo = static_cast<uint16_t*>(plane(shard.lo, DType::kBF16));
-    args.master = static_cast<float*>(plane(shard.master, DType::kF32));
-    args.exp_avg = plane(shard.exp_avg, shard.moment);
-    args.exp_avg_sq = plane(shard.exp_avg_sq, shard.moment);
-    args.grad = plane(shard.grad, shard.compute);
+    args.shard.compute_dtype = args.shard.grad_dtype = shard.compute;
+    args.shard.moment_dtype = shard.moment;
+    args.shard.param = plane(shard.param, shard.compute);
+    args.shard.lo = static_cast<uint16_t*>(plane(shard.lo, DType::kBF16));
+    args.shard.master = static_cast<float*>(plane(shard.master, DType::kF32));
+    args.shard.exp_avg = plane(shard.exp_avg, shard.moment);
+    args.shard.exp_avg_sq = plane(shard.exp_avg_sq, shard.moment);
+    args.shard.grad = plane(shard.grad, shard.compute);
     return args;
   }
   StepScalars* put_scalars(float grad_scale, bool skip) {
@@ -114,17 +114,19 @@ class GpuAdam : public GpuBits, public testing::WithParamInterface<AdamCase> {
     return reinterpret_cast<StepScalars*>(data_.put_bytes(&scalars, sizeof(scalars)));
   }
   void expect_shard(const DeviceAdamArgs& args, const Shard& cpu) {
-    expect_equal(get_bytes(args.exp_avg, cpu.exp_avg.size()), cpu.exp_avg, cpu.moment, "exp_avg");
-    expect_equal(get_bytes(args.exp_avg_sq, cpu.exp_avg_sq.size()), cpu.exp_avg_sq, cpu.moment,
-                 "exp_avg_sq");
+    expect_equal(get_bytes(args.shard.exp_avg, cpu.exp_avg.size()), cpu.exp_avg, cpu.moment,
+                 "exp_avg");
+    expect_equal(get_bytes(args.shard.exp_avg_sq, cpu.exp_avg_sq.size()), cpu.exp_avg_sq,
+                 cpu.moment, "exp_avg_sq");
     if (!cpu.param.empty()) {
-      expect_equal(get_bytes(args.param, cpu.param.size()), cpu.param, cpu.compute, "param");
+      expect_equal(get_bytes(args.shard.param, cpu.param.size()), cpu.param, cpu.compute, "param");
     }
     if (!cpu.lo.empty()) {
-      EXPECT_EQ(get_bytes(args.lo, cpu.lo.size()), cpu.lo) << "lo";
+      EXPECT_EQ(get_bytes(args.shard.lo, cpu.lo.size()), cpu.lo) << "lo";
     }
     if (!cpu.master.empty()) {
-      expect_equal(get_bytes(args.master, cpu.master.size()), cpu.master, DType::kF32, "master");
+      expect_equal(get_bytes(args.shard.master, cpu.master.size()), cpu.master, DType::kF32,
+                   "master");
     }
   }
 };
@@ -140,17 +142,6 @@ AdamHyper make_hyper(int64_t step, bool decoupled) {
           .seed = 1234567890123u};
 }
 
-void set_hyper(DeviceAdamArgs& args, const AdamHyper& hyper) {
-  args.lr = hyper.lr;
-  args.beta1 = hyper.beta1;
-  args.beta2 = hyper.beta2;
-  args.eps = hyper.eps;
-  args.weight_decay = hyper.weight_decay;
-  args.decoupled = hyper.decoupled;
-  args.step = hyper.step;
-  args.seed = hyper.seed;
-}
-
 TEST_P(GpuAdam, EqualsCpuAdamOverSizesStepsAndAlignments) {
   const auto [compute, moment] = GetParam();
   for (const bool decoupled : {true, false}) {
@@ -160,12 +151,12 @@ TEST_P(GpuAdam, EqualsCpuAdamOverSizesStepsAndAlignments) {
         data_.reset();
         Shard cpu(random_, compute, moment, numel, false);
         DeviceAdamArgs args = upload(cpu, shift);
-        args.numel = numel;
-        args.rng_offset = 77;
+        args.shard.numel = numel;
+        args.shard.rng_offset = 77;
         args.scalars = put_scalars(0.37f, false);
         for (int64_t step = 1; step <= 3; ++step) {
           const AdamHyper hyper = make_hyper(step, decoupled);
-          set_hyper(args, hyper);
+          args.hyper = hyper;
           data_.ops().device_adam(data_.queue(), args);
           adam_step(cpu.view(numel, 77), hyper, 0.37f, 2);
         }
@@ -181,10 +172,10 @@ TEST_P(GpuAdam, EqualsCpuAdamOnInfinitiesAndNan) {
   constexpr int64_t kNumel = 50021;
   Shard cpu(random_, compute, moment, kNumel, true);
   DeviceAdamArgs args = upload(cpu, 0);
-  args.numel = kNumel;
+  args.shard.numel = kNumel;
   args.scalars = put_scalars(1.0f, false);
   const AdamHyper hyper = make_hyper(2, true);
-  set_hyper(args, hyper);
+  args.hyper = hyper;
   data_.ops().device_adam(data_.queue(), args);
   adam_step(cpu.view(kNumel, 0), hyper, 1.0f, 2);
   expect_shard(args, cpu);
@@ -197,11 +188,11 @@ TEST_P(GpuAdam, EqualsCpuAdamAcrossTheUpperHalfOfTheIndex) {
   const int64_t offset = (int64_t{3} << 32) - 5003;
   Shard cpu(random_, compute, moment, kNumel, false);
   DeviceAdamArgs args = upload(cpu, 0);
-  args.numel = kNumel;
-  args.rng_offset = offset;
+  args.shard.numel = kNumel;
+  args.shard.rng_offset = offset;
   args.scalars = put_scalars(1.0f, false);
   const AdamHyper hyper = make_hyper(5, true);
-  set_hyper(args, hyper);
+  args.hyper = hyper;
   data_.ops().device_adam(data_.queue(), args);
   adam_step(cpu.view(kNumel, offset), hyper, 1.0f, 1);
   expect_shard(args, cpu);
@@ -212,20 +203,20 @@ TEST_P(GpuAdam, ASkippedStepChangesNoBit) {
   constexpr int64_t kNumel = 5003;
   Shard cpu(random_, compute, moment, kNumel, true);
   DeviceAdamArgs args = upload(cpu, 0);
-  args.numel = kNumel;
+  args.shard.numel = kNumel;
   args.scalars = put_scalars(std::numeric_limits<float>::quiet_NaN(), true);
-  set_hyper(args, make_hyper(1, true));
+  args.hyper = make_hyper(1, true);
   data_.ops().device_adam(data_.queue(), args);
-  EXPECT_EQ(get_bytes(args.exp_avg, cpu.exp_avg.size()), cpu.exp_avg);
-  EXPECT_EQ(get_bytes(args.exp_avg_sq, cpu.exp_avg_sq.size()), cpu.exp_avg_sq);
+  EXPECT_EQ(get_bytes(args.shard.exp_avg, cpu.exp_avg.size()), cpu.exp_avg);
+  EXPECT_EQ(get_bytes(args.shard.exp_avg_sq, cpu.exp_avg_sq.size()), cpu.exp_avg_sq);
   if (!cpu.param.empty()) {
-    EXPECT_EQ(get_bytes(args.param, cpu.param.size()), cpu.param);
+    EXPECT_EQ(get_bytes(args.shard.param, cpu.param.size()), cpu.param);
   }
   if (!cpu.lo.empty()) {
-    EXPECT_EQ(get_bytes(args.lo, cpu.lo.size()), cpu.lo);
+    EXPECT_EQ(get_bytes(args.shard.lo, cpu.lo.size()), cpu.lo);
   }
   if (!cpu.master.empty()) {
-    EXPECT_EQ(get_bytes(args.master, cpu.master.size()), cpu.master);
+    EXPECT_EQ(get_bytes(args.shard.master, cpu.master.size()), cpu.master);
   }
 }
 
@@ -248,18 +239,18 @@ TEST_F(GpuBits, AdamOfMoreThan2To31ElementsEqualsTheCpuEverywhere) {
   const auto plane = [&](const Bytes& bytes) {
     return data_.repeated(bytes, static_cast<size_t>(kNumel) * 2);
   };
-  args.moment_dtype = DType::kBF16;
-  args.param = plane(period.param);
-  args.lo = reinterpret_cast<uint16_t*>(plane(period.lo));
-  args.exp_avg = plane(period.exp_avg);
-  args.exp_avg_sq = plane(period.exp_avg_sq);
-  args.grad = plane(period.grad);
+  args.shard.moment_dtype = DType::kBF16;
+  args.shard.param = plane(period.param);
+  args.shard.lo = reinterpret_cast<uint16_t*>(plane(period.lo));
+  args.shard.exp_avg = plane(period.exp_avg);
+  args.shard.exp_avg_sq = plane(period.exp_avg_sq);
+  args.shard.grad = plane(period.grad);
   StepScalars scalars;
   scalars.grad_scale = 0.5f;
   args.scalars = reinterpret_cast<StepScalars*>(data_.put_bytes(&scalars, sizeof(scalars)));
-  args.numel = kNumel;
+  args.shard.numel = kNumel;
   const AdamHyper hyper = make_hyper(4, true);
-  set_hyper(args, hyper);
+  args.hyper = hyper;
   data_.ops().device_adam(data_.queue(), args);
 
   constexpr int64_t kWindow = 8192;
@@ -283,10 +274,10 @@ TEST_F(GpuBits, AdamOfMoreThan2To31ElementsEqualsTheCpuEverywhere) {
     const auto at = [&](const void* plane) {
       return get_bytes(static_cast<const std::byte*>(plane) + 2 * begin, kWindow * 2);
     };
-    EXPECT_EQ(at(args.param), cpu.param);
-    EXPECT_EQ(at(args.lo), cpu.lo);
-    EXPECT_EQ(at(args.exp_avg), cpu.exp_avg);
-    EXPECT_EQ(at(args.exp_avg_sq), cpu.exp_avg_sq);
+    EXPECT_EQ(at(args.shard.param), cpu.param);
+    EXPECT_EQ(at(args.shard.lo), cpu.lo);
+    EXPECT_EQ(at(args.shard.exp_avg), cpu.exp_avg);
+    EXPECT_EQ(at(args.shard.exp_avg_sq), cpu.exp_avg_sq);
   }
 }
 

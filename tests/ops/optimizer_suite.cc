@@ -172,47 +172,44 @@ TEST_P(OpsSuite, DeviceAdamEqualsCpuAdamBitForBit) {
     auto exp_avg = fill(moment_dtype, false), exp_avg_sq = fill(moment_dtype, true);
     const auto grad = fill(dtype(), false);
 
-    DeviceAdamArgs args;
-    args.param = has_copy ? d.put_raw(param) : nullptr;
-    args.lo = split ? reinterpret_cast<uint16_t*>(d.put_raw(lo)) : nullptr;
-    args.master = split ? nullptr : reinterpret_cast<float*>(d.put_raw(master));
-    args.exp_avg = d.put_raw(exp_avg);
-    args.exp_avg_sq = d.put_raw(exp_avg_sq);
-    args.grad = d.put_raw(grad);
-    args.numel = numel, args.rng_offset = 12345;
-    args.compute_dtype = dtype(), args.moment_dtype = moment_dtype;
-    args.lr = 1e-3, args.beta1 = 0.9, args.beta2 = 0.95, args.eps = 1e-8, args.weight_decay = 0.1;
-    args.step = 3, args.seed = 99;
+    AdamShard shard;
+    shard.compute_dtype = shard.grad_dtype = dtype();
+    shard.moment_dtype = moment_dtype;
+    shard.numel = numel, shard.rng_offset = 12345;
+    const AdamHyper hyper = {1e-3, 0.9, 0.95, 1e-8, 0.1, true, false, 3, 99};
+    DeviceAdamArgs args{shard, hyper};
+    args.shard.param = has_copy ? d.put_raw(param) : nullptr;
+    args.shard.lo = split ? reinterpret_cast<uint16_t*>(d.put_raw(lo)) : nullptr;
+    args.shard.master = split ? nullptr : reinterpret_cast<float*>(d.put_raw(master));
+    args.shard.exp_avg = d.put_raw(exp_avg);
+    args.shard.exp_avg_sq = d.put_raw(exp_avg_sq);
+    args.shard.grad = d.put_raw(grad);
 
     StepScalars scalars;
     scalars.grad_scale = 0.7f;
     scalars.skip = 1;
     args.scalars = d.put_raw(std::vector<StepScalars>{scalars});
     d.ops().device_adam(d.queue(), args);
-    EXPECT_EQ(d.get_raw<uint8_t>(args.exp_avg, static_cast<int64_t>(exp_avg.size())), exp_avg);
+    EXPECT_EQ(d.get_raw<uint8_t>(args.shard.exp_avg, static_cast<int64_t>(exp_avg.size())),
+              exp_avg);
     scalars.skip = 0;
     args.scalars = d.put_raw(std::vector<StepScalars>{scalars});
     d.ops().device_adam(d.queue(), args);
 
-    AdamShard shard;
-    shard.compute_dtype = shard.grad_dtype = dtype();
-    shard.moment_dtype = moment_dtype;
     shard.param = has_copy ? param.data() : nullptr;
     shard.lo = split ? reinterpret_cast<uint16_t*>(lo.data()) : nullptr;
     shard.master = split ? nullptr : reinterpret_cast<float*>(master.data());
     shard.exp_avg = exp_avg.data(), shard.exp_avg_sq = exp_avg_sq.data();
     shard.grad = grad.data();
-    shard.numel = numel, shard.rng_offset = 12345;
-    const AdamHyper hyper = {1e-3, 0.9, 0.95, 1e-8, 0.1, true, false, 3, 99};
     adam_step(shard, hyper, 0.7f, 1);
     const auto expect_bytes = [&](const void* on_device, const std::vector<uint8_t>& expected) {
       EXPECT_EQ(d.get_raw<uint8_t>(on_device, static_cast<int64_t>(expected.size())), expected);
     };
-    expect_bytes(args.exp_avg, exp_avg);
-    expect_bytes(args.exp_avg_sq, exp_avg_sq);
-    if (has_copy) expect_bytes(args.param, param);
-    if (split) expect_bytes(args.lo, lo);
-    if (!split) expect_bytes(args.master, master);
+    expect_bytes(args.shard.exp_avg, exp_avg);
+    expect_bytes(args.shard.exp_avg_sq, exp_avg_sq);
+    if (has_copy) expect_bytes(args.shard.param, param);
+    if (split) expect_bytes(args.shard.lo, lo);
+    if (!split) expect_bytes(args.shard.master, master);
   }
 }
 
