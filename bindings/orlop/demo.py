@@ -98,13 +98,14 @@ def demo_config(args: argparse.Namespace, work_dir: Path) -> RunConfig:
     config.update(wanted, "demo")
     if config.device_mem is None:
         plan = _orlop.plan(config.model, engine_config(config, config.steps))
-        fixed = plan.device_fixed_bytes
-        part = _GPU_SHARE if fixed else _DEVICE_SHARE
+        on_gpu = plan.device != "host"
+        fixed = plan.device_fixed_bytes if on_gpu else 0  # on the host part of the budget
+        part = _GPU_SHARE if on_gpu else _DEVICE_SHARE
         share = int(part * plan.state_bytes)
         config.update({"device_mem": fixed + share}, "demo")
         print(
             f"states {format_bytes(plan.state_bytes)}, device budget {format_bytes(share)} ({part:.0%} of them)"
-            + (f" beside the {format_bytes(fixed)} of the GPU's context and libraries" if fixed else ""),
+            + (f" beside the {format_bytes(fixed)} of the GPU's context and libraries" if on_gpu else ""),
             flush=True,
         )
     return config

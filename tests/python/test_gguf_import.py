@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orlop import _orlop, demo
+from orlop.engine_config import engine_config
 from orlop.gguf_import import bf16_bits, convert, hf_tensor_name, rotate_half_rows
+from orlop.verbs.options import add_option_flags
 
 gguf = pytest.importorskip("gguf")
 
@@ -47,6 +51,19 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
     convert(Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf", folder)
     return folder
+
+
+def test_the_demo_takes_device_memory_of_an_eighth_of_the_states_at_most(smollm2, tmp_path):
+    """On a machine without a GPU, workspaces included; most blocks are not resident."""
+    parser = argparse.ArgumentParser()
+    add_option_flags(parser)
+    data = tmp_path / "text.txt"
+    data.write_text("A text of the user's own.")
+    args = parser.parse_args(["--model", str(smollm2), "--data", str(data), "--device", "host"])
+    config = demo.demo_config(args, tmp_path)
+    plan = _orlop.plan(config.model, engine_config(config, config.steps))
+    assert plan.device_peak_bytes <= config.device_mem <= 0.12 * plan.state_bytes
+    assert plan.resident_blocks < plan.blocks / 2
 
 
 def test_the_demo_model_reads_english(smollm2):
