@@ -11,6 +11,7 @@ from . import errors, torch_support
 from .torch_support import torch
 
 from .adam_checks import check_hyperparameters  # isort: skip
+from .state_home import measure_on_device  # isort: skip
 
 _log = logging.getLogger("orlop")
 
@@ -57,7 +58,7 @@ class GradientSide:
                     if slot.link and self._leaves(p):
                         slot.take_gradient()
                     elif slot.link:
-                        slot.copy_gradient()
+                        slot.lend_gradient()
                 slot.settle()
                 work.append((slot, group))
         return work
@@ -79,6 +80,8 @@ class GradientSide:
     def _norm(self, work):
         """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
         square_sum, bad = 0.0, None
+        unmeasured = [slot for slot, _ in work if slot.home.on_device and not slot.home.measured]
+        measure_on_device(unmeasured)
         for slot, _ in work:
             total, finite = slot.squares()
             square_sum += total * slot.factor**2

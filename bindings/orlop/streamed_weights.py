@@ -13,14 +13,15 @@ from .torch_support import flat
 
 
 class Entry:
-    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel)."""
+    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel): None while
+    the optimizer has its states on the device, where the weights then stay."""
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, device: torch.device):
         self.parameter, self.name = parameter, name
         self.kind = type(parameter)
         self.bytes = parameter.numel() * parameter.element_size()
         # The optimizer's copy takes its place where there is one.
-        self.host = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
+        self.host: torch.Tensor | None = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
         self.slot = None
         self.version = parameter._version
         parameter.data = torch.empty_strided(
@@ -33,24 +34,25 @@ class Entry:
 
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
-        self._wait()
+        self.wait()
         return self.host.as_strided(self.parameter.size(), self.parameter.stride())
 
     def write_host(self, value: torch.Tensor) -> None:
         """Home and master become `value`."""
-        self._wait()
+        self.wait()
         laid = torch.empty(self.host.shape, dtype=self.host.dtype)
         laid.as_strided(self.parameter.size(), self.parameter.stride()).copy_(
             value.expand(self.parameter.size())
         )
         if self.slot is not None:
-            self.slot.native.adopt_weights(self.slot.index, laid.data_ptr())
+            self.slot.home.native.adopt_weights(self.slot.home.index, laid.data_ptr())
         else:
             self.host.copy_(laid)
 
-    def _wait(self) -> None:
-        if self.slot is not None:
-            self.slot.native.wait([self.slot.index])
+    def wait(self) -> None:
+        """The home is written."""
+        if self.slot is not None and self.host is not None:
+            self.slot.home.native.wait([self.slot.home.index])
 
     def open(self) -> None:
         """Room for the weights. Autograd is not told: to it the weights never left."""
@@ -60,8 +62,9 @@ class Entry:
         self.version = self.parameter._version
 
     def take_back(self) -> None:
-        """Home and master become what is on the device now."""
-        self.write_host(self.parameter.detach().cpu())
+        """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
+        if self.host is not None:
+            self.write_host(self.parameter.detach().cpu())
         self.version = self.parameter._version
 
     def empty(self) -> None:
@@ -77,7 +80,7 @@ class Block:
         self.bytes = sum(entry.bytes for entry in entries)
         self.here = False
         self.stale = False  # here, but an update has changed the home since
-        self.update = None  # slot and version of the last write of its last update
+        self.update = None  # home and version of the last write of its last update
         self.resident = False  # never leaves
         self.arrived = None  # event of a copy that the compute stream has not waited for
         self.active = 0  # calls of its forward that have begun and not ended
@@ -93,24 +96,24 @@ class _Link:
 
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
-        block = self._manager().block_of[parameter]
+        block, home = self._manager().block_of[parameter], parameter._orlop_entry.host
         self._manager()._arrive(block)
-        return flat(parameter).cpu() if block.here and not block.stale else parameter._orlop_entry.host
+        return flat(parameter).cpu() if home is None or (block.here and not block.stale) else home
 
     def write_weights(self, slot) -> None:
         self._manager().block_of[slot.param].stale = True
         self._manager().refresh()
 
-    def upload(self, native, slot, version) -> None:
+    def upload(self, slot, version) -> None:
         """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
         block = self._manager().block_of[slot.param]
-        block.stale, block.update = True, (slot, version)
+        block.stale, block.update = True, (slot.home, version)
 
-    def offload(self, grad, slot):
+    def offload(self, grad, home):
         if self._inner is not None:
-            return self._inner.offload(grad, slot)
-        slot.native.wait([slot.index])
-        slot.host_gradient.copy_(grad)
+            return self._inner.offload(grad, home)
+        home.native.wait([home.index])
+        home.gradient.copy_(grad)
         return None
 
     def take_room(self, size: int) -> bool:
@@ -156,10 +159,15 @@ class StreamedWeights:
         return parameter in self.entry_of
 
     def home_is(self, slot) -> None:
-        """The optimizer has taken a parameter over: its copy of the weights is the home from now on."""
+        """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
-        entry.slot, entry.host = slot, slot.host_weights
+        entry.slot, entry.host = slot, None if slot.home.on_device else slot.home.weights
         self.block_of[slot.param].update = None
+
+    def link_beside(self, parameter: torch.Tensor):
+        """The device's link, if the weights are there for good."""
+        block = self.block_of[parameter]
+        return self.device_link if block.resident and block.here and not block.stale else None
 
     def resident_blocks(self) -> list[int]:
         """Blocks whose weights are on the device now."""
@@ -171,20 +179,16 @@ class StreamedWeights:
         if block.here and not block.stale:
             return
         self.fetches += 1
-        if self.device_link is not None:
-            up = self.device_link.up
-            up.wait_stream(torch.cuda.current_stream(self.device_link.device))
-            for entry in block.entries:  # memory of the compute stream, written by the other one
-                entry.open()
-            if block.update is not None:
-                self.device_link.wait_written(*block.update)
-            with torch.cuda.stream(up):
-                self._copy_home(block, not self.device_link.unpinned_bytes)
-                block.arrived = torch.cuda.Event()
-                block.arrived.record(up)
+        link = self.device_link
+        if link is not None:
+            block.arrived = link.bring(
+                block.update,
+                lambda: [entry.open() for entry in block.entries],
+                lambda: self._copy_home(block, not link.unpinned_bytes),
+            )
         else:
             for entry in block.entries:
-                entry._wait()
+                entry.wait()
                 entry.open()
             self._copy_home(block, False)
         block.here, block.stale = True, False
@@ -193,13 +197,14 @@ class StreamedWeights:
     @staticmethod
     def _copy_home(block: Block, is_pinned: bool) -> None:
         """One call for the whole block. `is_pinned`: the homes that an optimizer keeps are."""
-        if not block.entries:
+        away = [entry for entry in block.entries if entry.host is not None]
+        if not away:
             return
         with torch.no_grad():
             torch._foreach_copy_(
-                [entry.flat for entry in block.entries],
-                [entry.host for entry in block.entries],
-                non_blocking=is_pinned and all(entry.slot is not None for entry in block.entries),
+                [entry.flat for entry in away],
+                [entry.host for entry in away],
+                non_blocking=is_pinned and all(entry.slot is not None for entry in away),
             )
 
     def fetch_resident(self) -> None:
@@ -213,7 +218,7 @@ class StreamedWeights:
 
     def _arrive(self, block: Block) -> None:
         if block.arrived is not None:
-            torch.cuda.current_stream(self.device_link.device).wait_event(block.arrived)
+            self.device_link.wait_arrival(block.arrived)
             block.arrived = None
 
     def release(self, block: Block) -> None:
@@ -292,7 +297,10 @@ class StreamedWeights:
     def leave_optimizer(self) -> None:
         """The optimizer ends; its memory stays the home of the weights."""
         for entry in self.entry_of.values():
-            entry._wait()
+            entry.wait()
+            if entry.host is None:
+                entry.slot.home.wait_written(entry.slot)
+                entry.host = flat(entry.parameter).cpu()
             entry.slot = None
         for block in self.blocks:
             block.update = None

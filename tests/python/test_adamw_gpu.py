@@ -143,10 +143,11 @@ def test_sums_on_the_device_and_in_host_memory_give_the_same_bits(dtype, hidden)
     assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
 
 
-def test_step_does_not_wait_for_the_device():
+@pytest.mark.parametrize("states", ["host", "auto"])
+def test_step_does_not_wait_for_the_device(states):
     """The stream waits for the weights; the calling thread does not wait for the stream."""
     p = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
-    optimizer = orlop.AdamW([p], lr=0.1, nonfinite="apply")  # the check for NaN needs the gradients
+    optimizer = orlop.AdamW([p], lr=0.1, states=states, nonfinite="apply")  # the check for NaN needs the gradients
     for _ in range(3):
         p.sum().backward()
         optimizer.step()
@@ -171,7 +172,7 @@ def test_step_does_not_wait_for_the_device():
 def test_gradients_leave_during_backward():
     """Device memory after backward is that of the weights and little more."""
     model = Model(width=2048, blocks=8).cuda().to(torch.bfloat16)
-    optimizer = orlop.AdamW(model.parameters())
+    optimizer = orlop.AdamW(model.parameters(), states="host")
     model(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -234,7 +235,7 @@ def test_fp16_with_both_scalers(scaler_class, weights, clip):
 @DTYPES
 @pytest.mark.parametrize("file_device", ["cpu", "cuda"])
 def test_resume_is_exact(dtype, file_device, tmp_path):
-    """Cases C-10, C-24, R-08: from a file of either device; states stay in host memory."""
+    """Cases C-10, C-24, R-08: from a file of either device; states begin in host memory."""
     model = Model(width=64).cuda().to(dtype)
     optimizer = orlop.AdamW(model.parameters(), lr=1e-3)
     torch.backends.cudnn.deterministic = True

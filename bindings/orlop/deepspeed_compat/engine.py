@@ -35,6 +35,7 @@ def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
         "nonfinite": "skip" if checked else "apply",
         "moments": "bf16" if config["bf16.bf16_optimizer_states"] else "fp32",
         "module": model if hidden else None,
+        "states": "host" if config[f"{_ZERO}.offload_optimizer.device"] == "cpu" else "auto",
     }
     share = f"{_ZERO}.offload_optimizer.cpuadam_cores_perc"
     if any(finding.path == share for finding in config.findings):
