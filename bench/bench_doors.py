@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import orlop
-from orlop import adam_gradients, forward_gate, streamed_weights
+from orlop import forward_gate, gradient_batch, streamed_weights
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -53,14 +53,14 @@ GIB = 2**30
 class HookClock:
     """Host time that Orlop's hooks take, by pass: from before the first of them is registered."""
 
-    # module, hook; all are called with the block or the parameter they belong to
+    # module or class, hook; all are called with the block or the parameter they belong to
     HOOKS = (
         (streamed_weights, "_enter"),
         (streamed_weights, "_leave"),
         (streamed_weights, "_before_backward"),
         (forward_gate, "_before_forward"),
-        (adam_gradients, "_before_accumulation"),
-        (adam_gradients, "_after_accumulation"),
+        (gradient_batch.GradientHooks, "before"),
+        (gradient_batch.GradientHooks, "after"),
     )
 
     def __init__(self):

@@ -65,8 +65,10 @@ class SlotSide:
                 self._slots[p] = slot
                 slots.append(slot)
                 if self._leaves(p):
-                    self._hook(p)
+                    self._hook(slot)
         self._placement.expect(slots)
+        if self._ready:
+            self._make_units(slots)
 
     def _rooms(self, params, links):
         """(begin, end) of parameters whose states are taken in one piece: all, or, where they may move to a device
@@ -132,7 +134,7 @@ class SlotSide:
                 moments[p] = {key: slot.planes[key].clone() for key in MOMENT_KEYS}
         params = list(self._slots)
         self._check_groups(self.param_groups)
-        self._slots = {}
+        self._slots, self._units = {}, {}
         self._placement.forget()
         for link in self._links.values():
             link.unpin()

@@ -14,6 +14,7 @@ from .adam_slots import SlotSide  # isort: skip
 from .adam_state import StateSide  # isort: skip
 from .adam_update import UpdateSide  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
+from .gradient_batch import Collector, Unit  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .placement import Placement, states_limit  # isort: skip
 
@@ -86,6 +87,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         self._slots: dict[torch.Tensor, Slot] = {}
         self._links: dict[torch.device, object] = {}
         self._hooks: dict[torch.Tensor, list] = {}
+        self._collectors: dict[torch.device, Collector] = {}
+        self._units: dict[tuple, Unit] = {}
         self._gate = None
         self._ready = False
         self.steps = 0  # calls of step() that changed something
@@ -117,6 +120,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         if module is not None:
             self._gate = ForwardGate(self, module)
             self._hooks[None] = self._gate.handles
+        self._make_units(self._slots.values())
         _live.add(self)
         self._finalizer = weakref.finalize(
             self, _shut_down, os.getpid(), self._hooks, self._links, self._parts

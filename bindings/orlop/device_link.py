@@ -96,25 +96,32 @@ class DeviceLink:
 
     close = unpin
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of the optimizer's memory is."""
+        return self._driver is not None and self.unpinned_bytes == 0
+
     def _is_pinned(self, address: int) -> bool:
         return any(begin <= address < begin + size for begin, size in self._pinned.items())
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def offload(self, grad: torch.Tensor, home) -> torch.cuda.Event:
-        """Copies a gradient (numel) that torch's current stream has written to where the home keeps it, behind
-        the home's last job; returns its arrival. This thread waits only where too much is on its way."""
-        host = home.gradient
-        self._bound_leaving(grad.numel() * grad.element_size())
+    def offload(self, grads: list[torch.Tensor], homes: list) -> torch.cuda.Event:
+        """Copies gradients (numel) that torch's current stream has written to where the homes keep them, behind the
+        homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
+        size = sum(grad.nbytes for grad in grads)
+        self._bound_leaving(size)
         self.down.wait_stream(torch.cuda.current_stream(self.device))
-        if home.job and not self._wait_on_device(self.down, home, home.job):
-            home.native.wait([home.index])
+        newest = max(homes, key=lambda home: home.job)  # jobs run in order
+        if newest.job and not self._wait_on_device(self.down, newest, newest.job):
+            newest.native.wait([newest.index])
         with torch.cuda.stream(self.down):
-            host.copy_(grad, non_blocking=self._is_pinned(host.data_ptr()))
+            torch._foreach_copy_([home.gradient for home in homes], grads, non_blocking=self.is_pinned)
             arrival = torch.cuda.Event(blocking=True)
             arrival.record(self.down)
-        grad.record_stream(self.down)
-        self._leaving.append((arrival, grad.numel() * grad.element_size()))
+        for grad in grads:
+            grad.record_stream(self.down)
+        self._leaving.append((arrival, size))
         return arrival
 
     def _bound_leaving(self, size: int) -> None:
@@ -164,7 +171,7 @@ class DeviceLink:
         home = slot.home
         self.wait_written(home, version)
         with torch.cuda.stream(self.up):
-            flat(slot.param).copy_(home.weights, non_blocking=self._is_pinned(home.weights.data_ptr()))
+            flat(slot.param).copy_(home.weights, non_blocking=self.is_pinned)
             slot.uploaded = torch.cuda.Event()
             slot.uploaded.record(self.up)
 

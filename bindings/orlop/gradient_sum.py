@@ -23,7 +23,8 @@ class HostSum:
         self._accumulate(add=False)
 
     def add(self, grad: torch.Tensor) -> None:
-        self._slot.home.keep(grad)
+        home = self._slot.home
+        home.keep([home], [grad])
         self._accumulate(add=True)
 
     def leave(self) -> None:
@@ -51,25 +52,33 @@ class DeviceSum:
         self.bytes = 4 * slot.numel
 
     def start(self) -> None:
+        """With the first gradient, which the home keeps."""
         first = self._slot.home.gradient_beside_weights()
-        self.start_with(first.to(self._values.device, non_blocking=True))
+        self.start_all([(self._slot, first.to(self._values.device, non_blocking=True))])
 
-    def start_with(self, grad: torch.Tensor) -> None:
-        """With a first gradient that the home does not keep."""
-        self._wait_until_read()
-        self._values.copy_(grad)
+    @staticmethod
+    def start_all(gradients: list) -> None:
+        """(slot, gradient (numel)): their sums become these first gradients, which the homes do not keep."""
+        if gradients:
+            torch._foreach_copy_(_writable_sums(gradients), [grad for _, grad in gradients])
 
-    def add(self, grad: torch.Tensor) -> None:
-        self._wait_until_read()
-        self._values.add_(grad)
+    @staticmethod
+    def add_all(gradients: list) -> None:
+        """(slot, gradient (numel)): their sums grow by them."""
+        if gradients:
+            torch._foreach_add_(_writable_sums(gradients), [grad for _, grad in gradients])
 
-    def leave(self) -> None:
-        self._slot.home.keep(self._values.to(self._slot.dtype))
-        self._slot.measure()
+    def rounded(self) -> torch.Tensor:
+        """(numel) in the weights' dtype, for the home. In fp32 it is the sum itself."""
+        return self._values.to(self._slot.dtype)
 
-    def _wait_until_read(self) -> None:
-        """An fp32 gradient that was given to the home is this very memory."""
-        self._slot.link.wait_arrival(self._slot.home.left_last)
+
+def _writable_sums(gradients: list) -> list[torch.Tensor]:
+    """The sums on the device of these slots, once nobody reads them as an fp32 gradient any more."""
+    slots = [slot for slot, _ in gradients]
+    for link, event in {(slot.link, slot.home.left_last) for slot in slots}:
+        link.wait_arrival(event)
+    return [slot.sum._values for slot in slots]
 
 
 def make_sum(slot) -> HostSum | DeviceSum:

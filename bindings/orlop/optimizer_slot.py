@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from . import _orlop, errors
-from .gradient_sum import DeviceSum, HostSum, make_sum
+from .gradient_batch import Unit, keep, settle
+from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
 from .state_home import DeviceHome, HostHome
 from .torch_support import flat, in_layout_of
@@ -21,6 +22,7 @@ class Slot:
     """
 
     leave_device: Callable[[Slot], None]
+    unit: Unit
 
     def __init__(self, param: torch.Tensor, name: str, moments: torch.dtype, seed: int, home: HostHome):
         self.param, self.name, self.moments, self.seed = param, name, moments, seed
@@ -29,10 +31,13 @@ class Slot:
         self.device, self.dtype = param.device, param.dtype
         self.numel = param.numel()
         self.address = param.data_ptr()
+        self.is_contiguous = param.is_contiguous()
         self.version = param._version  # of the weights, when this optimizer last wrote or read them
         self.measures = True
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
+        self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
+        self.waits = False  # for the rest of its unit: backward has written `p.grad`
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
         self.uploaded = None  # event behind the weights of the last update
         self.count, self.expected = 0, 1
@@ -77,54 +82,24 @@ class Slot:
         else:
             self.param.grad = None
 
-    def take_gradient(self) -> None:
-        """Moves `p.grad` to the home, or adds it to the sum of earlier micro-batches. That sum goes to the home with
-        the micro-batch that was the last one in the step before; should another one come, it goes again."""
+    def plain_gradient(self) -> torch.Tensor | None:
+        """(numel) of the `p.grad` that backward has written, in the weights' layout; None if there is none, or one
+        that stays where it is."""
         grad = self.param.grad
-        if grad is None or grad is self.stand_in:
-            return
-        if grad.dtype != self.dtype or grad.layout != torch.strided:
-            return  # stays where it is
-        grad = flat(in_layout_of(grad.detach(), self.param))
-        self.square_sum, self.home.measured = None, False
-        self._add(grad)
-        self.count += 1
-        if self.count == self.expected:
-            self.settle()
-        self.stand_in = OffloadedGradient.make(self.param, self)
-        self.param.grad = self.stand_in
-
-    def _add(self, grad: torch.Tensor) -> None:
-        if self.count == 0:
-            if self.expected > 1 and self.sum is not None and self.sum.on_device:
-                self.sum.start_with(grad)
-                self.has_left = False
-            else:
-                self.home.keep(grad)
-                self.measure()
-            return
-        if self.sum is None:
-            self.sum = make_sum(self)
-        if self.count == 1 and self.has_left:
-            self.sum.start()
-        self.sum.add(grad)
-        self.has_left = False
-
-    def measure(self) -> None:
-        """Has the norm of what the home keeps summed, where every step asks for it."""
-        if self.measures:
-            self.home.measure()
+        if grad is None or grad is self.stand_in or grad.dtype != self.dtype or grad.layout != torch.strided:
+            return None
+        if self.is_contiguous and grad.is_contiguous() and not grad.is_neg() and not grad.requires_grad:
+            return grad.view(-1)
+        return flat(in_layout_of(grad.detach(), self.param))
 
     def settle(self) -> None:
         """The gradient as it stands is on its way to the home."""
         if not self.has_left:
-            self.sum.leave()
-            self.has_left = True
+            settle([self])
 
     def lend_gradient(self) -> None:
         """Gives the home the plain `p.grad`, which stays where it is."""
-        self.home.keep(flat(in_layout_of(self.param.grad.detach(), self.param)))
-        self.measure()
+        keep([(self, flat(in_layout_of(self.param.grad.detach(), self.param)))])
         self.copied = True
 
     def drop_gradient(self) -> None:

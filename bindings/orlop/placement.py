@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 from .adam_checks import check_choice
+from .gradient_batch import keep
 from .gradient_sum import DeviceSum, HostSum
 from .state_home import DeviceHome, device_bytes
 
@@ -118,7 +119,7 @@ class Placement:
         for key, plane in old.planes.items():
             new.planes[key].copy_(plane)
         if slot.stand_in is not None:
-            new.keep(old.arrived().to(slot.device, copy=True))
+            new.keep([new], [old.arrived().to(slot.device, copy=True)])
         if isinstance(slot.sum, HostSum):
             slot.sum = DeviceSum(slot, slot.sum.values)
         slot.home, slot.copied = new, False
@@ -135,8 +136,7 @@ class Placement:
         for key, plane in old.planes.items():
             new.planes[key].copy_(plane)
         if slot.stand_in is not None:
-            new.keep(old.gradient)
-            slot.measure()
+            keep([(slot, old.gradient)])
         slot.copied = False
         old.link.states.synchronize()  # nobody writes the planes, which torch gives to somebody else
         old.link.room.give(old.bytes)

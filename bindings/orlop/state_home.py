@@ -99,19 +99,29 @@ class HostHome:
 
     # --- gradient -------------------------------------------------------------------------------
 
-    def keep(self, grad: torch.Tensor) -> None:
-        """`grad` (numel) becomes the gradient, behind the last job, which may still read the one before."""
-        if self.link:
-            self.arrival = self.left_last = self.link.offload(grad, self)
+    @staticmethod
+    def keep(homes: list[HostHome], grads: list[torch.Tensor]) -> None:
+        """Each of `grads` (numel) becomes the gradient of its home, behind the last job, which may still read the
+        one before. All homes have one link, or none."""
+        link = homes[0].link
+        if link:
+            arrival = link.offload(grads, homes)
+            for home in homes:
+                home.arrival = home.left_last = arrival
             return
-        self.native.wait([self.index])
-        self.gradient.copy_(grad)
+        for home, grad in zip(homes, grads, strict=True):
+            home.native.wait([home.index])
+            home.gradient.copy_(grad)
 
-    def measure(self) -> None:
-        """Has the norm of the gradient that is kept summed behind its arrival."""
-        if self.link:  # else when somebody asks
-            self.job = self.native.measure([self.index], *self.fence(), self.arrival)
-            self.measured = True
+    @staticmethod
+    def measure(homes: list[HostHome]) -> None:
+        """Has the norms of gradients that were kept together summed behind their arrival."""
+        first = homes[0]
+        if not first.link:  # when somebody asks
+            return
+        job = first.native.measure([home.index for home in homes], *first.fence(), first.arrival)
+        for home in homes:
+            home.job, home.measured = job, True
 
     def fence(self) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for the gradient: address and argument."""
@@ -228,14 +238,18 @@ class DeviceHome:
 
     # --- gradient -------------------------------------------------------------------------------
 
-    def keep(self, grad: torch.Tensor) -> None:
-        """`grad` (numel), which nobody else writes, is the gradient."""
-        self.gradient = grad
+    @staticmethod
+    def keep(homes: list[DeviceHome], grads: list[torch.Tensor]) -> None:
+        """Each of `grads` (numel), which nobody else writes, is the gradient of its home."""
+        for home, grad in zip(homes, grads, strict=True):
+            home.gradient = grad
 
-    def measure(self) -> None:
-        """Issues the norm of the gradient that is kept."""
-        self.link.states.square_sums([self.gradient], [self.row])
-        self.measured = True
+    @staticmethod
+    def measure(homes: list[DeviceHome]) -> None:
+        """Issues the norms of the gradients that these homes of one device keep."""
+        homes[0].link.states.square_sums([home.gradient for home in homes], [home.row for home in homes])
+        for home in homes:
+            home.measured = True
 
     def arrived(self) -> torch.Tensor:
         """The gradient (numel), in the order of torch's current stream."""
@@ -258,10 +272,7 @@ def measure_on_device(slots: list) -> None:
     for slot in slots:
         slot.home.gradient = flat(slot.gradient_to_use())
     for link in {slot.home.link for slot in slots}:
-        homes = [slot.home for slot in slots if slot.home.link is link]
-        link.states.square_sums([home.gradient for home in homes], [home.row for home in homes])
-        for home in homes:
-            home.measured = True
+        DeviceHome.measure([slot.home for slot in slots if slot.home.link is link])
 
 
 def _empty_as(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -109,11 +109,12 @@ class _Link:
         block = self._manager().block_of[slot.param]
         block.stale, block.update = True, (slot.home, version)
 
-    def offload(self, grad, home):
+    def offload(self, grads, homes):
         if self._inner is not None:
-            return self._inner.offload(grad, home)
-        home.native.wait([home.index])
-        home.gradient.copy_(grad)
+            return self._inner.offload(grads, homes)
+        for home, grad in zip(homes, grads, strict=True):
+            home.native.wait([home.index])
+            home.gradient.copy_(grad)
         return None
 
     def take_room(self, size: int) -> bool:
@@ -140,8 +141,11 @@ class StreamedWeights:
         self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
         self._last: tuple[bool, int] | None = None
         self._callback_of = -1  # graph task whose end is already asked for
+        self._visiting: dict[int, Block] = {}  # here, but not for good
+        self._active: dict[int, Block] = {}  # whose forward has begun and not ended
         self.fetches = self.prefetch_hits = 0
-        self.peak_blocks = 0
+        self.peak_blocks = 0  # on the device at once
+        self._here = 0
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
         reference = weakref.ref(self)
@@ -184,15 +188,19 @@ class StreamedWeights:
             block.arrived = link.bring(
                 block.update,
                 lambda: [entry.open() for entry in block.entries],
-                lambda: self._copy_home(block, not link.unpinned_bytes),
+                lambda: self._copy_home(block, link.is_pinned),
             )
         else:
             for entry in block.entries:
                 entry.wait()
                 entry.open()
             self._copy_home(block, False)
+        if not block.here:
+            self._here += 1
+            self.peak_blocks = max(self.peak_blocks, self._here)
+            if not block.resident:
+                self._visiting[block.index] = block
         block.here, block.stale = True, False
-        self.peak_blocks = max(self.peak_blocks, len(self.resident_blocks()))
 
     @staticmethod
     def _copy_home(block: Block, is_pinned: bool) -> None:
@@ -228,6 +236,8 @@ class StreamedWeights:
         for entry in block.entries:
             entry.empty()
         block.here = block.stale = False
+        self._here -= 1
+        del self._visiting[block.index]
 
     def refresh(self) -> None:
         """Blocks on the device that an update has passed by are fetched again."""
@@ -238,7 +248,7 @@ class StreamedWeights:
                 self._arrive(block)
 
     def release_all(self) -> None:
-        for block in self.blocks:
+        for block in list(self._visiting.values()):
             self.release(block)
 
     def need(self, index: int, backward: bool) -> None:
@@ -251,12 +261,30 @@ class StreamedWeights:
             self._next[self._last] = index
         self._last = (backward, index)
         following = self._next.get(self._last, index - 1 if backward else index + 1)
-        keep = {index, following} | block.callers
-        for other in self.blocks:  # what was used before this point of the pass is done
-            if other.index not in keep:
+        for other in list(self._visiting.values()):  # what was used before this point of the pass is done
+            if other.index not in (index, following) and other.index not in block.callers:
                 self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
+
+    def begin_forward(self, index: int) -> None:
+        block = self.blocks[index]
+        block.callers |= self._active.keys() - {index}
+        self.need(index, backward=False)
+        block.active += 1
+        self._active[index] = block
+
+    def end_forward(self, block: Block) -> None:
+        block.active = max(0, block.active - 1)
+        if block.active == 0:
+            self._active.pop(block.index, None)
+        self.release(block)
+
+    def forget_forwards(self) -> None:
+        """The whole model's forward is over, however it ended."""
+        for block in self._active.values():
+            block.active = 0
+        self._active.clear()
 
     def begin_backward(self, index: int) -> None:
         task = torch._C._current_graph_task_id()
@@ -311,6 +339,7 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.resident = True
+        self._visiting.clear()
         for handle in self.handles:
             handle.remove()
 
@@ -340,10 +369,7 @@ def _enter(manager, index, *_):
     if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
         manager.begin_backward(index)
         return
-    block = manager.blocks[index]
-    block.callers |= {other.index for other in manager.blocks if other.active and other is not block}
-    manager.need(index, backward=False)
-    block.active += 1
+    manager.begin_forward(index)
 
 
 def _leave(manager, index, _module, _args, output):
@@ -361,15 +387,13 @@ def _leave(manager, index, _module, _args, output):
         if not seen:  # nothing tells when its backward begins: it stays until the next step
             block.holds += 1
     if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
-        block.active = max(0, block.active - 1)
-        manager.release(block)
+        manager.end_forward(block)
 
 
 def _leave_model(manager, *_):
     manager = manager()
     if manager is not None and torch._C._current_graph_task_id() == -1:
-        for block in manager.blocks:
-            block.active = 0
+        manager.forget_forwards()
         manager.end_pass()
 
 

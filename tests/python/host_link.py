@@ -18,17 +18,17 @@ _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Late:
-    """Ends when a timer copies the gradient, behind the copy before it, as on a stream."""
+    """Ends when a timer copies gradients, behind the copy before it, as on a stream."""
 
-    def __init__(self, host, grad, before):
+    def __init__(self, hosts, grads, before):
         self.done = threading.Event()
         self.before = before.done if before is not None else None
         self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
-        threading.Timer(0.003, self._copy, (host, grad.clone())).start()
+        threading.Timer(0.003, self._copy, (hosts, [grad.clone() for grad in grads])).start()
 
-    def _copy(self, host, grad):
+    def _copy(self, hosts, grads):
         assert self.before is None or self.before.wait(30)
-        host.copy_(grad)
+        torch._foreach_copy_(hosts, grads)
         self.done.set()
 
     def synchronize(self):
@@ -130,7 +130,7 @@ class HostLink:
     room_bytes = 0  # of sums and states on the "device"
 
     def __init__(self, device, limit=None):
-        self.device, self.unpinned_bytes = device, 0
+        self.device, self.unpinned_bytes, self.is_pinned = device, 0, True
         self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
         self.up = None
         self.pending = []
@@ -148,10 +148,11 @@ class HostLink:
 
     close = unpin
 
-    def offload(self, grad, home):
-        home.native.wait([home.index])
-        self.offloads += 1
-        self.last = Late(home.gradient, grad, self.last)
+    def offload(self, grads, homes):
+        newest = max(homes, key=lambda home: home.job)
+        newest.native.wait([newest.index])
+        self.offloads += len(grads)
+        self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last
 
     def take_room(self, size):
