@@ -33,9 +33,10 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
 
     module: hides the update under the next forward. step() returns at once, and each block of `module` waits
         for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().
-    gradients: "leave" takes each gradient to host memory while backward runs and sums micro-batches there in
-        fp32; "stay" leaves `p.grad` alone. "auto": leave on a GPU and with `module`, else stay. While a
-        gradient is away `p.grad` is an OffloadedGradient: clipping, scaling and reading work on it.
+    gradients: "leave" takes each gradient, while backward runs, to where its states live and sums micro-batches in
+        fp32; those of a block (with `module`) go together, with the last of them. "stay" leaves `p.grad` alone.
+        "auto": leave on a GPU and with `module`, else stay. While a gradient is away `p.grad` is an
+        OffloadedGradient: clipping, scaling and reading work on it.
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).
