@@ -82,6 +82,7 @@ void measure_copies(const std::string& model_dir, EngineConfig config, int repea
   config.batch.micro_batch_size = 1;
   config.batch.accumulation_steps = 1;
   config.placement.resident_blocks = 0;
+  config.placement.device_optimizer_blocks = 0;
   const CopyRates rates = measure_copy_rates(config, std::max(repeats, 3));
   fmt::print(
       "pinned copies of {}: up {:.1f}, down {:.1f} GB/s alone; both at once up {:.1f}, down "

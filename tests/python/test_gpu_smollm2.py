@@ -31,11 +31,13 @@ def smollm2(tmp_path_factory):
     return str(model), str(data.path)
 
 
-def make_config(device: str, precision=orlop.Precision.BF16, steps: int = STEPS) -> orlop.EngineConfig:
+def make_config(
+    device: str, precision=orlop.Precision.BF16, steps: int = STEPS, sequence_length: int = 512
+) -> orlop.EngineConfig:
     return orlop.EngineConfig(
         device=device,
         precision=precision,
-        batch=orlop.BatchConfig(micro_batch_size=1, sequence_length=512, accumulation_steps=2),
+        batch=orlop.BatchConfig(micro_batch_size=1, sequence_length=sequence_length, accumulation_steps=2),
         optimizer=orlop.OptimizerConfig(learning_rate=2e-5, weight_decay=0.1, max_grad_norm=1.0),
         schedule=orlop.ScheduleConfig(kind=orlop.ScheduleKind.COSINE, warmup_steps=5, total_steps=2 * steps),
     )
@@ -60,10 +62,11 @@ def gpu_losses(smollm2):
     return train(smollm2, make_config("cuda"))[0]
 
 
-def test_losses_are_those_of_the_host_backend(smollm2, gpu_losses):
-    expected = train(smollm2, make_config("host"))[0]
-    print("largest difference", np.max(np.abs(np.divide(gpu_losses, expected) - 1)))
-    np.testing.assert_allclose(gpu_losses, expected, rtol=1e-2, atol=0)
+def test_losses_are_those_of_the_host_backend(smollm2):
+    """Short sequences: a host takes seconds for what the GPU does in milliseconds."""
+    losses, expected = (train(smollm2, make_config(device, sequence_length=128))[0] for device in ("cuda", "host"))
+    print("host, largest difference", np.max(np.abs(np.divide(losses, expected) - 1)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
