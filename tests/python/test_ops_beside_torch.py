@@ -1,5 +1,5 @@
-"""Every operation beside PyTorch's own on the same input, both against fp64: in 16 bits the relative Frobenius
-norm of our error is below 1e-2 and at most 1.5 times that of PyTorch.
+"""Every operation beside PyTorch's own on the same input, both against fp64: in 16 bits the relative error
+(Frobenius norm) is below 1e-2 and at most 1.5 times that of PyTorch.
 
 On a GPU with ORLOP_TEST_DEVICE=cuda; PyTorch then runs there too.
 """
@@ -79,7 +79,8 @@ def rope():
     """As transformers computes it, with cosines and sines of the activations' dtype."""
     rows, heads, head_dim = (2048, 24, 128) if LARGE else (160, 3, 64)
     half = head_dim // 2
-    angles = torch.outer(torch.arange(rows, dtype=torch.float64), 1e4 ** (-torch.arange(half) / half).double())
+    frequencies = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(rows, dtype=torch.float64), frequencies)
     table = torch.stack([angles.cos(), angles.sin()], dim=-1)
 
     def compute(x, cos_sin):
@@ -138,9 +139,8 @@ def embedding():
         out = torch.nn.functional.embedding(tokens.to(dy.device), table)
         return gradients(out, {"dtable": table}, dy)
 
-    return Case(
-        "embedding", compute, {"dy": normal(rows, cols)}, {"tokens": tokens}, rows=rows, cols=cols, vocab=vocab
-    )
+    inputs = {"dy": normal(rows, cols)}
+    return Case("embedding", compute, inputs, {"tokens": tokens}, rows=rows, cols=cols, vocab=vocab)
 
 
 def cross_entropy():
@@ -151,9 +151,8 @@ def cross_entropy():
         loss = torch.nn.functional.cross_entropy(logits, labels.to(logits.device), reduction="none")
         return {"loss": loss} | gradients(loss.mean(), {"dlogits": logits}, None)
 
-    return Case(
-        "cross_entropy", compute, {"logits": 3 * normal(rows, vocab)}, {"labels": labels}, rows=rows, vocab=vocab
-    )
+    inputs = {"logits": 3 * normal(rows, vocab)}
+    return Case("cross_entropy", compute, inputs, {"labels": labels}, rows=rows, vocab=vocab)
 
 
 CASES = {
@@ -172,15 +171,16 @@ CASES = {
 
 def in_dtype(case: Case, dtype):
     """The inputs as both sides get them; tables of angles stay in fp32."""
-    return {
-        name: values.float() if name == "cos_sin" else values.to(dtype) for name, values in case.inputs.items()
-    }
+    return {name: values.to(kept_dtype(name, dtype)) for name, values in case.inputs.items()}
+
+
+def kept_dtype(name: str, dtype):
+    return torch.float32 if name == "cos_sin" and dtype != torch.float64 else dtype
 
 
 def torch_results(case: Case, inputs, dtype):
     placed = {
-        name: values.detach().clone().to(DEVICE, dtype if name != "cos_sin" or dtype == torch.float64 else torch.float32)
-        for name, values in inputs.items()
+        name: values.detach().clone().to(DEVICE, kept_dtype(name, dtype)) for name, values in inputs.items()
     }
     for name, values in placed.items():
         values.requires_grad_(name not in ("dy", "dout", "cos_sin"))
@@ -194,9 +194,8 @@ def our_results(case: Case, inputs, precision: str, shapes, folder: Path):
         values.to(torch.int32).numpy().tofile(folder / f"{name}.i32")
     dimensions = [f"{name}={value}" for name, value in case.dimensions.items()]
     device = "host" if DEVICE == "cpu" else DEVICE
-    done = subprocess.run(
-        [WORKER, device, precision, case.operation, folder, *dimensions], capture_output=True, text=True, timeout=300
-    )
+    command = [WORKER, device, precision, case.operation, folder, *dimensions]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {
         name: torch.from_numpy(np.fromfile(folder / f"{name}.f32", dtype=np.float32)).double().view(shape)
@@ -216,7 +215,8 @@ def test_error_is_no_larger_than_that_of_torch(name, precision, tmp_path):
     inputs = in_dtype(case, dtype)
     expected = torch_results(case, inputs, torch.float64)
     peers = torch_results(case, inputs, dtype)
-    ours = our_results(case, inputs, precision, {key: value.shape for key, value in expected.items()}, tmp_path)
+    shapes = {key: value.shape for key, value in expected.items()}
+    ours = our_results(case, inputs, precision, shapes, tmp_path)
     for key, truth in expected.items():
         error, peer = relative_error(ours[key], truth), relative_error(peers[key], truth)
         print(f"{name} {precision} {key}: {error:.2e}, torch {peer:.2e}, ratio {error / peer:.2f}")
