@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "base/thread.h"
 #include "engine/checkpoint.h"
 #include "engine/gather_states.h"
@@ -92,6 +93,7 @@ class Engine::Impl {
     affinity_.reset();
   }
 
+  const OwnerProcess& owner() const { return owner_; }
   int rank() const { return ranks_->rank(); }
   int world_size() const { return ranks_->world_size(); }
 
@@ -177,7 +179,10 @@ class Engine::Impl {
     return folder.string();
   }
 
-  void wait_for_save() { session_.save().wait(); }
+  void wait_for_save() {
+    owner_.check_this("engine");
+    session_.save().wait();
+  }
 
   std::string load_checkpoint(const std::string& step_dir) {
     session_.save().wait();
@@ -329,6 +334,7 @@ class Engine::Impl {
 
   // Throws, once, also the error of a save in the background, which harms nothing.
   void check_usable() {
+    owner_.check_this("engine");
     check(failure_.empty(), ErrorCode::kInternal,
           "the engine failed before and refuses further work; resume from the last checkpoint. The "
           "first error was: {}",
@@ -369,6 +375,7 @@ class Engine::Impl {
     return work();
   }
 
+  OwnerProcess owner_;
   std::shared_ptr<Communicator> ranks_;
   EngineConfig config_;
   std::string model_dir_;
@@ -389,7 +396,9 @@ class Engine::Impl {
 };
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!impl_->owner().is_this()) static_cast<void>(impl_.release());
+}
 
 std::unique_ptr<Engine> Engine::open(const std::string& model_dir, const EngineConfig& config) {
   const RunPart part = join_ranks(config.device);
