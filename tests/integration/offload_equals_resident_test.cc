@@ -291,6 +291,25 @@ TEST(InstructionSets, GiveTheSameBits) {
   EXPECT_TRUE(same_bits(expected, run_under("avx512")));
 }
 
+// The sum of equal micro-batches is kept in fp32: their mean is the gradient of one, though a sum
+// in bf16 would have lost every addend behind the first few.
+TEST(Accumulation, OfManyEqualMicroBatchesInBf16KeepsEveryOne) {
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  const MicroBatch batch = random_batches(1, config.batch, 61, 3).front();
+  for (const int resident : {0, 5}) {
+    config.placement.resident_blocks = resident;
+    const auto norm_of = [&](int64_t count) {
+      config.batch.accumulation_steps = count;
+      const std::vector<MicroBatch> batches(static_cast<size_t>(count), batch);
+      return Engine::open(folder.path().string(), config)->step(batches).grad_norm;
+    };
+    const double one = norm_of(1);
+    EXPECT_NEAR(norm_of(64), one, 1e-5 * one) << resident << " blocks resident";
+  }
+}
+
 // One batch of eight rows, cut into micro-batches in four ways: only the order of summation
 // differs.
 TEST(Accumulation, DoesNotDependOnTheMicroBatch) {
