@@ -76,10 +76,13 @@ struct PlacementConfig {
       {};  // blocks whose optimizer states live on the device
   std::optional<bool> activations_on_device = {};  // block inputs: device, or pinned host memory
   std::optional<int> wave = {};                    // micro-batches per wave
-  std::optional<int> nvme_optimizer_blocks =
-      {};                                     // last blocks whose optimizer states are on drives
-  std::optional<int> nvme_param_blocks = {};  // last blocks whose weights are there, too
-  std::optional<int64_t> swap_chunk = {};     // elements that are swapped and updated together
+  // Last blocks whose optimizer states are on drives, and whose weights are there, too; and the
+  // share of each of those blocks, in whole chunks, that is. A share alone is one of every block.
+  std::optional<int> nvme_optimizer_blocks = {};
+  std::optional<int> nvme_param_blocks = {};
+  std::optional<double> nvme_optimizer_share = {};  // 0..1
+  std::optional<double> nvme_param_share = {};      // at most that of the optimizer states
+  std::optional<int64_t> swap_chunk = {};  // elements that are swapped and updated together
 };
 
 struct EngineConfig {

@@ -281,6 +281,8 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       }
       break;
     case OpKind::kUploadParam:
+      upload_param(walk.plan, op, queue);
+      break;
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:
     case OpKind::kOffloadInput:
@@ -331,8 +333,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
 }
 
 // A copy between the tiers: the operation's one host buffer and its one device buffer, and the
-// StepScalars of an offloaded gradient. A FlatParam's state buffer is copied as far as its compute
-// copy goes.
+// StepScalars of an offloaded gradient.
 void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer* host = nullptr;
   const PlanBuffer* device = nullptr;
@@ -341,11 +342,9 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
     if (buffer.kind == BufferKind::kScalars) continue;
     (buffer.tier == Tier::kHost ? host : device) = &buffer;
   }
-  const bool is_part = op.kind == OpKind::kUploadParam || op.kind == OpKind::kOffloadGrad;
-  std::byte* on_device = is_part ? own_row(*device) : address(*device);
-  const size_t bytes = op.kind == OpKind::kUploadParam   ? input_.shard_param_bytes(op.param)
-                       : op.kind == OpKind::kUploadBatch ? input_.batch_bytes()
-                                                         : std::min(host->bytes, device->bytes);
+  std::byte* on_device = op.kind == OpKind::kOffloadGrad ? own_row(*device) : address(*device);
+  const size_t bytes =
+      op.kind == OpKind::kUploadBatch ? input_.batch_bytes() : std::min(host->bytes, device->bytes);
   if (op.lane == PlanLaneKind::kUpload) {
     queue.upload(on_device, address(*host), bytes);
     uploaded_bytes_ += bytes;
@@ -357,6 +356,21 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kDevice)) {
     const BufferUse* to = find_use(plan, op, BufferKind::kScalars, Tier::kHost);
     queue.offload(address(plan.buffer(*to)), address(plan.buffer(*scalars)), sizeof(StepScalars));
+  }
+}
+
+// This rank's part of a compute copy, from one or two host buffers in the order of its elements. A
+// state buffer, where the copy comes first, is read as far as that goes.
+void Executor::upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  std::byte* to = own_row(plan.buffer(op.uses.back()));
+  size_t left = input_.shard_param_bytes(op.param);
+  for (size_t part = 0; part + 1 < op.uses.size(); ++part) {
+    const PlanBuffer& from = plan.buffer(op.uses[part]);
+    const size_t bytes = std::min(left, from.bytes);
+    queue.upload(to, address(from), bytes);
+    uploaded_bytes_ += bytes;
+    to += bytes;
+    left -= bytes;
   }
 }
 

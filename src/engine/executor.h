@@ -99,6 +99,7 @@ class Executor {
   void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_gather_norms(const StepPlan& plan, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;
   // This rank's part of a FlatParam's gradient or compute copy on the device.
   std::byte* own_row(const PlanBuffer& buffer) const;

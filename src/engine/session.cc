@@ -273,6 +273,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   UpdateOp update;
   update.param = op.param;
   const bool by_chunks = op.chunk.index >= 0;
+  const bool is_end = op.chunk.begin + op.chunk.numel == input().shard_numel(op.param);
   if (by_chunks) {
     const BufferUse& slot = *find_use(plan, op, BufferKind::kSwapSlot, Tier::kHost);
     const auto found = std::find(plan.swap_slots.begin(), plan.swap_slots.end(), slot.buffer);
@@ -284,14 +285,14 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   switch (op.kind) {
     case OpKind::kHostAdam:
       update.parts = update_parts(op, seed);
-      update.is_last = !by_chunks;
+      update.is_last = !by_chunks && is_end;
       break;
     case OpKind::kSwapInStates:
       update.kind = UpdateOp::Kind::kSwapIn;
       break;
     default:
       update.kind = UpdateOp::Kind::kSwapOut;
-      update.is_last = op.chunk.begin + op.chunk.numel == input().shard_numel(op.param);
+      update.is_last = is_end;
   }
   return update;
 }
@@ -304,7 +305,7 @@ std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) c
   };
   const bool by_chunks = op.chunk.index >= 0;
   const StateAddress whole = states_->host_states(op.param);
-  const StatePlanes planes = by_chunks ? swap_->planes(op.chunk) : states_->planes(op.param);
+  const StatePlanes planes = by_chunks ? swap_->planes(op.chunk) : states_->host_planes(op.param);
   const StateAddress base =
       by_chunks ? swap_->address(op.param, op.chunk, address_of(BufferKind::kSwapSlot), whole.copy)
                 : whole;

@@ -23,9 +23,10 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
     if (placement.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
     chunks_[static_cast<size_t>(param)] = placement.chunks(input.shard_numel(param));
     for (const StateChunk& chunk : chunks(param)) {
+      if (!placement.states_are_on_nvme(param, chunk)) continue;
       options.chunks.push_back({rest_key(param, chunk.index), chunk_rest_bytes(input, chunk)});
       bytes_per_step_ += options.chunks.back().bytes;
-      if (!copy_is_on_nvme(param)) continue;
+      if (!placement.copy_is_on_nvme(param, chunk)) continue;
       options.chunks.push_back({copy_key(param, chunk.index), chunk_copy_bytes(input, chunk)});
       bytes_per_step_ += options.chunks.back().bytes;
     }
@@ -50,9 +51,10 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
 std::vector<SwapPiece> SwapSpace::copy_pieces(int param, std::byte* memory) const {
   std::vector<SwapPiece> pieces;
   for (const StateChunk& chunk : chunks(param)) {
+    if (!placement_.copy_is_on_nvme(param, chunk)) continue;
     const size_t bytes = chunk_copy_bytes(input_, chunk);
-    const size_t begin = static_cast<size_t>(chunk.begin) * dtype_bytes(input_.compute_dtype);
-    pieces.push_back({copy_key(param, chunk.index), {memory + begin, bytes}});
+    pieces.push_back({copy_key(param, chunk.index), {memory, bytes}});
+    memory += bytes;
   }
   return pieces;
 }
@@ -60,7 +62,7 @@ std::vector<SwapPiece> SwapSpace::copy_pieces(int param, std::byte* memory) cons
 std::vector<SwapPiece> SwapSpace::chunk_pieces(int param, const StateChunk& chunk,
                                                std::byte* slot) const {
   std::vector<SwapPiece> pieces;
-  if (copy_is_on_nvme(param)) {
+  if (placement_.copy_is_on_nvme(param, chunk)) {
     pieces.push_back({copy_key(param, chunk.index), {slot, chunk_copy_bytes(input_, chunk)}});
     slot += chunk_copy_bytes(input_, chunk);
   }
@@ -72,9 +74,15 @@ StatePlanes SwapSpace::planes(const StateChunk& chunk) const {
   return state_planes(chunk.numel, input_.compute_dtype, input_.moment_dtype);
 }
 
+StatePlanes SwapSpace::host_planes(int param) const {
+  return state_planes(placement_.host_states_numel(param), input_.compute_dtype,
+                      input_.moment_dtype);
+}
+
 StateAddress SwapSpace::address(int param, const StateChunk& chunk, std::byte* slot,
                                 std::byte* copy) const {
-  if (copy_is_on_nvme(param)) return {slot, slot + chunk_copy_bytes(input_, chunk)};
+  if (placement_.copy_is_on_nvme(param, chunk))
+    return {slot, slot + chunk_copy_bytes(input_, chunk)};
   return {copy + static_cast<size_t>(chunk.begin) * dtype_bytes(input_.compute_dtype), slot};
 }
 

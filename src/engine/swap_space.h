@@ -21,8 +21,9 @@ struct SwapOwner {
   std::string run_id;  // the same on all ranks of a run
 };
 
-// What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, the
-// swapper that moves them, and the version of each FlatParam there.
+// What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, of
+// which the first may stay in host memory, the swapper that moves the others, and the version of
+// each FlatParam there.
 //
 // A chunk is up to two transfers, which a slot holds one behind the other, each padded to
 // kDriveAlignment: the compute copy, where that is on the drives too, and all other planes side by
@@ -42,16 +43,22 @@ class SwapSpace {
   const std::vector<StateChunk>& chunks(int param) const {
     return chunks_[static_cast<size_t>(param)];
   }
-  bool copy_is_on_nvme(int param) const {
-    return placement_.params[static_cast<size_t>(param)].copy == Tier::kNvme;
+  bool is_on_nvme(int param, const StateChunk& chunk) const {
+    return placement_.states_are_on_nvme(param, chunk);
+  }
+  // Of the compute copy the first elements that are at home in host memory.
+  int64_t host_copy_numel(int param) const {
+    return placement_.host_copy_numel(param, input_.shard_numel(param));
   }
 
-  // The transfers of a whole compute copy, which lies at `memory` without gaps.
+  // The transfers of what is on drives of a compute copy, which lies at `memory` without gaps.
   std::vector<SwapPiece> copy_pieces(int param, std::byte* memory) const;
   // Those of one chunk in a slot.
   std::vector<SwapPiece> chunk_pieces(int param, const StateChunk& chunk, std::byte* slot) const;
 
   StatePlanes planes(const StateChunk& chunk) const;
+  // Of the chunks together that stay in host memory.
+  StatePlanes host_planes(int param) const;
   // Where the planes of a chunk in a slot lie; `copy` is the FlatParam's compute copy where that
   // stays in memory.
   StateAddress address(int param, const StateChunk& chunk, std::byte* slot, std::byte* copy) const;

@@ -7,13 +7,13 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "zero/placement_moves.h"
 #include "zero/plan_check.h"
 #include "zero/simulate.h"
 
 namespace orlop {
 namespace {
 
-constexpr int kMaxPrefetch = 8;
 constexpr int kUsualPrefetch = 2;
 constexpr int kMaxSwapAhead = 4;
 
@@ -28,39 +28,13 @@ constexpr int64_t kLeastChunk = int64_t{1} << 16;
 // updates fall further behind, and is what clipping off is to save.
 constexpr double kInFlightBytesPerParam = 0.5;
 
-// FlatParams in the order in which they become resident: transformer layers from the last to the
-// first, then the head's and the embedding's.
-std::vector<int> residency_order(const ModelLayout& layout) {
-  std::vector<int> layers;
-  std::vector<int> others;
-  for (const BlockLayout& block : layout.blocks) {
-    std::vector<int>& order = block.kind == BlockKind::kTransformer ? layers : others;
-    for (const int param : block.flat_params) {
-      if (std::find(others.begin(), others.end(), param) == others.end()) order.push_back(param);
-    }
-  }
-  std::reverse(layers.begin(), layers.end());
-  std::reverse(others.begin(), others.end());
-  layers.insert(layers.end(), others.begin(), others.end());
-  return layers;
-}
-
-void check_wanted(const PlanInput& input, const PlacementConfig& wanted) {
-  const int params = static_cast<int>(input.layout.flat_params.size());
-  const auto in_range = [](const std::optional<int>& value, int low, int high, const char* field) {
-    check(!value || (*value >= low && *value <= high), ErrorCode::kUsage,
-          "placement.{} is {}; it must lie between {} and {}", field, value.value_or(0), low, high);
-  };
-  in_range(wanted.prefetch_depth, 0, kMaxPrefetch, "prefetch_depth");
-  in_range(wanted.resident_blocks, 0, params, "resident_blocks");
-  in_range(wanted.device_optimizer_blocks, 0, params, "device_optimizer_blocks");
-  in_range(wanted.wave, 1, input.micro_batches, "wave");
-  in_range(wanted.nvme_optimizer_blocks, 0, params, "nvme_optimizer_blocks");
-  in_range(wanted.nvme_param_blocks, 0, wanted.nvme_optimizer_blocks.value_or(params),
-           "nvme_param_blocks");
-  const int64_t chunk = wanted.swap_chunk.value_or(kChunkGranule);
-  check(chunk > 0 && chunk % kChunkGranule == 0, ErrorCode::kUsage,
-        "placement.swap_chunk is {} elements; it must be a multiple of {}", chunk, kChunkGranule);
+// Last FlatParams of which some states are wanted on drives.
+int blocks_on_drives(const PlanInput& input, const PlacementConfig& wanted) {
+  PlacementPlan placement;
+  placement.params.resize(input.layout.flat_params.size());
+  set_wanted_nvme(input, placement, wanted, 0);
+  return static_cast<int>(
+      std::ranges::count(placement.params, Tier::kNvme, &ParamPlacement::optimizer));
 }
 
 class Planner {
@@ -73,9 +47,7 @@ class Planner {
         profile_(profile),
         residency_(residency_order(input.layout)),
         params_(static_cast<int>(input.layout.flat_params.size())),
-        most_on_device_(
-            params_ - wanted.nvme_optimizer_blocks.value_or(wanted.nvme_param_blocks.value_or(0))) {
-  }
+        most_on_device_(params_ - blocks_on_drives(input, wanted)) {}
 
   PlannedStep run() {
     std::optional<PlacementPlan> best;
@@ -200,8 +172,11 @@ class Planner {
     for (const bool moves_copies : {false, true}) {
       for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
         PlacementPlan candidate = placement;
-        if (chunk > 0 && !wanted_.swap_chunk) candidate.chunk_numel = chunk;
         if (chunk > 0) candidate.swap_slots = kLeastSlots;
+        if (chunk > 0 && !wanted_.swap_chunk) {
+          candidate.chunk_numel = chunk;
+          set_wanted_nvme(input_, candidate, wanted_, 0);
+        }
         if (!move_to_drives(candidate, moves_copies)) continue;
         placement = candidate;
         return true;
@@ -211,17 +186,18 @@ class Planner {
     return false;
   }
 
-  // The fewest optimizer states, or, with all of them there, the fewest compute copies.
+  // The fewest chunks of optimizer states, or, with all of them there, of compute copies.
   bool move_to_drives(PlacementPlan& placement, bool copies) const {
+    const int chunks = count_chunks(input_, placement);
     if (!copies) {
-      return !wanted_.nvme_optimizer_blocks &&
-             least_that_fits(placement, params_, set_nvme_optimizer);
+      return !wants_nvme_states(wanted_) &&
+             least_that_fits(placement, chunks,
+                             [this](PlacementPlan& p, int n) { set_nvme_states(input_, p, n); });
     }
-    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
-    return !wanted_.nvme_param_blocks &&
-           least_that_fits(placement, states, [states](PlacementPlan& p, int n) {
-             set_nvme_optimizer(p, states);
-             set_nvme_params(p, n);
+    return !wants_nvme_copies(wanted_) &&
+           least_that_fits(placement, chunks, [this](PlacementPlan& p, int n) {
+             set_wanted_nvme(input_, p, wanted_, 1);
+             set_nvme_copies(input_, p, n);
            });
   }
 
@@ -297,11 +273,9 @@ class Planner {
   }
 
   void swap_all_that_may(PlacementPlan& placement) const {
-    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
-    set_nvme_optimizer(placement, states);
-    set_nvme_params(placement, wanted_.nvme_param_blocks.value_or(states));
     placement.swap_slots = kLeastSlots;
     if (!wanted_.swap_chunk) placement.chunk_numel = kLeastChunk;
+    set_wanted_nvme(input_, placement, wanted_, 1);
   }
 
   // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if
@@ -339,42 +313,6 @@ class Planner {
     return placement;
   }
 
- public:
-  static void set_resident(PlacementPlan& placement, const std::vector<int>& order, int count) {
-    for (int i = 0; i < count; ++i) {
-      placement.params[static_cast<size_t>(order[static_cast<size_t>(i)])].resident = true;
-    }
-  }
-
-  // The first FlatParams in order of use: the next forward waits for their updates first. The
-  // states of one rank are the whole weights, which so are resident; of several, a part.
-  static void set_device_optimizer(const PlanInput& input, PlacementPlan& placement, int count) {
-    for (int i = 0; i < count; ++i) {
-      ParamPlacement& home = placement.params[static_cast<size_t>(i)];
-      home.optimizer = Tier::kDevice;
-      home.resident = home.resident || input.world_size == 1;
-    }
-  }
-
-  // The last FlatParams in order of use, those that are not updated on the device: the next forward
-  // waits for their updates last.
-  static void set_nvme_optimizer(PlacementPlan& placement, int count) {
-    for (size_t i = placement.params.size() - static_cast<size_t>(count);
-         i < placement.params.size(); ++i) {
-      ParamPlacement& home = placement.params[i];
-      if (home.optimizer == Tier::kHost) home.optimizer = Tier::kNvme;
-    }
-  }
-
-  static void set_nvme_params(PlacementPlan& placement, int count) {
-    for (size_t i = placement.params.size() - static_cast<size_t>(count);
-         i < placement.params.size(); ++i) {
-      ParamPlacement& home = placement.params[i];
-      if (home.optimizer == Tier::kNvme) home.copy = Tier::kNvme;
-    }
-  }
-
- private:
   const PlanInput& input_;
   const Budgets& budgets_;
   const PlacementConfig& wanted_;
@@ -393,17 +331,14 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   placement.prefetch_depth = wanted.prefetch_depth.value_or(0);
   placement.activations_on_device = wanted.activations_on_device.value_or(false);
   placement.wave = wanted.wave.value_or(1);
-  Planner::set_resident(placement, residency_order(input.layout),
-                        wanted.resident_blocks.value_or(0));
-  Planner::set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
+  set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
+  set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
   const int64_t fair_chunk =
       ceil_div(input.layout.numel() / input.world_size, kMostChunks * kChunkGranule);
   placement.chunk_numel =
       wanted.swap_chunk.value_or(std::max(kUsualChunk, fair_chunk * kChunkGranule));
   placement.swap_slots = kUsualSlots;
-  const int params_on_nvme = wanted.nvme_param_blocks.value_or(0);
-  Planner::set_nvme_optimizer(placement, wanted.nvme_optimizer_blocks.value_or(params_on_nvme));
-  Planner::set_nvme_params(placement, params_on_nvme);
+  set_wanted_nvme(input, placement, wanted, 0);
   return placement;
 }
 

@@ -69,6 +69,29 @@ std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
   return lines;
 }
 
+// How many FlatParams, and which share of all elements, are where.
+void count_homes(const PlanInput& input, const PlacementPlan& placement, PlanReport& report) {
+  report.blocks = static_cast<int>(placement.params.size());
+  double states = 0;
+  double copies = 0;
+  double all = 0;
+  for (int param = 0; param < report.blocks; ++param) {
+    const ParamPlacement& home = placement.params[static_cast<size_t>(param)];
+    const int64_t numel = input.shard_numel(param);
+    report.state_bytes += input.state_bytes(param);
+    if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
+    if (home.resident) ++report.resident_blocks;
+    all += static_cast<double>(numel);
+    if (home.optimizer != Tier::kNvme) continue;
+    ++report.nvme_optimizer_blocks;
+    states += static_cast<double>(numel - placement.host_states_numel(param));
+    if (home.copy == Tier::kNvme) ++report.nvme_param_blocks;
+    copies += static_cast<double>(numel - placement.host_copy_numel(param, numel));
+  }
+  report.nvme_optimizer_share = all > 0 ? states / all : 0;
+  report.nvme_param_share = all > 0 ? copies / all : 0;
+}
+
 }  // namespace
 
 PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const Budgets& budgets,
@@ -90,16 +113,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
     const bool writes = op.kind == OpKind::kSwapOutStates;
     (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
-  const int params = static_cast<int>(planned.placement.params.size());
-  for (int param = 0; param < params; ++param) {
-    const ParamPlacement& home = planned.placement.params[static_cast<size_t>(param)];
-    report.state_bytes += input.state_bytes(param);
-    if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
-    if (home.resident) ++report.resident_blocks;
-    if (home.optimizer == Tier::kNvme) ++report.nvme_optimizer_blocks;
-    if (home.copy == Tier::kNvme) ++report.nvme_param_blocks;
-  }
-  report.blocks = params;
+  count_homes(input, planned.placement, report);
   report.lines = tier_lines(plan, Tier::kDevice);
   if (input.device_fixed_bytes > 0) {
     report.lines.push_back(
@@ -156,11 +170,11 @@ std::string PlanReport::to_text() const {
       waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
   if (nvme_bytes > 0) {
     text += fmt::format(
-        "  nvme {} of {}: optimizer states of {}, weights of {} parameter groups; {} read and {} "
-        "written per step, {} for a checkpoint\n",
+        "  nvme {} of {}: optimizer states of {} parameter groups ({:.1f} % of all), weights of {} "
+        "({:.1f} %); {} read and {} written per step, {} for a checkpoint\n",
         format_bytes(nvme_bytes), format_bytes(nvme_budget_bytes), nvme_optimizer_blocks,
-        nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes),
-        format_bytes(save_bytes));
+        100 * nvme_optimizer_share, nvme_param_blocks, 100 * nvme_param_share,
+        format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes), format_bytes(save_bytes));
   }
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
@@ -199,9 +213,10 @@ std::string PlanReport::to_json() const {
                              {"nvme_budget_bytes", nvme_budget_bytes},
                              {"nvme_read_bytes", nvme_read_bytes},
                              {"nvme_written_bytes", nvme_written_bytes},
-
                              {"nvme_optimizer_blocks", nvme_optimizer_blocks},
                              {"nvme_param_blocks", nvme_param_blocks},
+                             {"nvme_optimizer_share", nvme_optimizer_share},
+                             {"nvme_param_share", nvme_param_share},
                              {"state_bytes", state_bytes},
                              {"blocks", blocks},
                              {"resident_blocks", resident_blocks},

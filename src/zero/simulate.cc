@@ -129,10 +129,8 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
       return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
                      profile.device_bytes_per_s);
     case OpKind::kHostAdam: {
-      const double share = op.chunk.index < 0
-                               ? 1.0
-                               : static_cast<double>(op.chunk.numel) /
-                                     static_cast<double>(input.shard_numel(op.param));
+      const double share = static_cast<double>(op.chunk.numel) /
+                           static_cast<double>(std::max<int64_t>(1, input.shard_numel(op.param)));
       const double bytes =
           static_cast<double>(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param));
       return launch + share * bytes / profile.host_bytes_per_s;

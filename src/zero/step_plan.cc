@@ -52,15 +52,36 @@ bool PlacementPlan::uses_nvme() const {
                      [](const ParamPlacement& home) { return home.optimizer == Tier::kNvme; });
 }
 
+int PlacementPlan::chunk_count(int64_t numel) const {
+  return static_cast<int>(std::max<int64_t>(1, ceil_div(numel, chunk_numel)));
+}
+
 std::vector<StateChunk> PlacementPlan::chunks(int64_t numel) const {
   std::vector<StateChunk> chunks;
-  int64_t begin = 0;
-  do {  // an empty FlatParam has one empty chunk
-    chunks.push_back(
-        {static_cast<int>(chunks.size()), begin, std::min(chunk_numel, numel - begin)});
-    begin += chunk_numel;
-  } while (begin < numel);
+  for (int index = 0; index < chunk_count(numel); ++index) {
+    const int64_t begin = index * chunk_numel;
+    chunks.push_back({index, begin, std::min(chunk_numel, numel - begin)});
+  }
   return chunks;
+}
+
+bool PlacementPlan::states_are_on_nvme(int param, const StateChunk& chunk) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.optimizer == Tier::kNvme && chunk.index >= home.host_chunks;
+}
+
+bool PlacementPlan::copy_is_on_nvme(int param, const StateChunk& chunk) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.copy == Tier::kNvme && chunk.index >= home.host_copies;
+}
+
+int64_t PlacementPlan::host_states_numel(int param) const {
+  return params[static_cast<size_t>(param)].host_chunks * chunk_numel;
+}
+
+int64_t PlacementPlan::host_copy_numel(int param, int64_t numel) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.copy == Tier::kNvme ? home.host_copies * chunk_numel : numel;
 }
 
 size_t chunk_copy_bytes(const PlanInput& input, const StateChunk& chunk) {
@@ -238,7 +259,8 @@ std::string StepPlan::to_text(const PlanInput& input) const {
       text += fmt::format(" {}", input.layout.flat_params[static_cast<size_t>(op.param)].name);
     }
     if (op.micro_batch >= 0) text += fmt::format(" mb{}", op.micro_batch);
-    if (op.chunk.index >= 0) {
+    const bool is_part = op.param >= 0 && op.chunk.numel < input.shard_numel(op.param);
+    if (op.chunk.index >= 0 || (op.kind == OpKind::kHostAdam && is_part)) {
       text += fmt::format(" [{}, {})", op.chunk.begin, op.chunk.begin + op.chunk.numel);
     }
     for (const BufferUse& use : op.uses) {

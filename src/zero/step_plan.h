@@ -51,11 +51,14 @@ struct PlanInput {
 };
 
 // Where the states of one FlatParam live between steps. What is on a drive is updated on the host,
-// chunk by chunk; the compute copy may stay in host memory then.
+// chunk by chunk; the compute copy, and the first chunks of either, may stay in host memory then.
 struct ParamPlacement {
   bool resident = false;         // the compute copy stays on the device, too
   Tier optimizer = Tier::kHost;  // masters and moments
   Tier copy = Tier::kHost;       // compute copy: kHost, or kNvme with the optimizer's states there
+  // With kNvme: the first chunks that are at home in host memory all the same; fewer than all.
+  int host_chunks = 0;  // of masters and moments
+  int host_copies = 0;  // of the compute copy: at least host_chunks
 };
 
 // A run of elements of one FlatParam whose states move to and from a drive together.
@@ -85,7 +88,15 @@ struct PlacementPlan {
   int gradients_in_flight = 1;
 
   bool uses_nvme() const;
+  // Of a FlatParam of which a rank's part has `numel` elements; an empty one has one empty chunk.
+  int chunk_count(int64_t numel) const;
   std::vector<StateChunk> chunks(int64_t numel) const;
+  // Where a chunk of a FlatParam is at home.
+  bool states_are_on_nvme(int param, const StateChunk& chunk) const;
+  bool copy_is_on_nvme(int param, const StateChunk& chunk) const;
+  // Elements that the chunks in host memory have together, of a FlatParam on drives.
+  int64_t host_states_numel(int param) const;
+  int64_t host_copy_numel(int param, int64_t numel) const;
 };
 
 // Operations of one lane run, and end, in order. Drives have three: compute copies on their way to
@@ -128,7 +139,7 @@ enum class OpKind : uint8_t {
   kFinishNorm,   // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
-  kHostAdam,        // param, or one chunk of it
+  kHostAdam,        // param: elements of chunk, which has an index if they come from a drive
   kSwapInParam,     // param: compute copy from the drives to pinned memory, after its gate
   kSwapInStates,    // param, chunk: what lies on the drives, to a slot
   kSwapOutStates,   // and back
@@ -144,7 +155,8 @@ enum class BufferKind : uint8_t {
   kWorkspace,
   kBatch,  // micro_batch; in the host tier: staging
   kLoss,   // micro_batch
-  kState,  // param: master planes and moments, where its Adam runs
+  kState,  // param: master planes and moments, where its Adam runs; of one on drives the rest
+           // planes of the chunks that stay in host memory
   kRope,
   kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
   kSnapshot,  // of states, while a save is running

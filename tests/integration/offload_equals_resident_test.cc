@@ -169,19 +169,23 @@ TEST(UpdatesInBackward, AreThoseThatWaitForANormThatClipsNothing) {
   }
 }
 
-// Shares of the optimizer states and of the weights on drives: none, 2 of 5 blocks, all.
+// Shares of the optimizer states and of the weights on drives: none, all, and some of the chunks of
+// every block or of the last ones.
 TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
   const RunRecord expected = run_with(config_);
   config_.placement.swap_chunk = 4096;  // far less than a FlatParam has
   struct Share {
     int states;
     int weights;
+    double of_states = 1;
+    double of_weights = 1;
   };
   for (const std::string& parent : {std::string("/dev/shm"), ::testing::TempDir()}) {
     for (const std::string engine : {"io_uring", "threads"}) {
       if (engine == "io_uring" && report_io().engine != engine) continue;
       for (const int drives : {1, 3}) {
-        for (const Share share : {Share{2, 2}, Share{5, 0}, Share{5, 5}}) {
+        for (const Share share :
+             {Share{5, 0}, Share{5, 5}, Share{5, 5, 0.37, 0.37}, Share{3, 2, 0.75, 0.37}}) {
           std::vector<std::unique_ptr<TempFolder>> folders;
           EngineConfig config = config_;
           for (int drive = 0; drive < drives; ++drive) {
@@ -191,11 +195,14 @@ TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
           config.nvme.engine = engine;
           config.placement.nvme_optimizer_blocks = share.states;
           config.placement.nvme_param_blocks = share.weights;
+          config.placement.nvme_optimizer_share = share.of_states;
+          config.placement.nvme_param_share = share.of_weights;
           config.placement.prefetch_depth = share.weights % 3;
           config.placement.wave = 1 + share.states % 3;
           EXPECT_TRUE(same_bits(expected, run_with(config, drives == 3)))
-              << share.states << " blocks of states, " << share.weights << " of weights on "
-              << drives << " drives in " << parent << " through " << engine;
+              << share.of_states << " of " << share.states << " blocks of states, "
+              << share.of_weights << " of " << share.weights << " of weights on " << drives
+              << " drives in " << parent << " through " << engine;
         }
       }
     }

@@ -100,6 +100,8 @@ std::vector<Variant> variants() {
              c.placement.resident_blocks = 1;
              c.placement.nvme_optimizer_blocks = 4;
              c.placement.nvme_param_blocks = 3;
+             c.placement.nvme_optimizer_share = 0.6;
+             c.placement.nvme_param_share = 0.5;
              c.placement.swap_chunk = 4096;
            }},
           {"stage 3, no prefetch, waves of one",

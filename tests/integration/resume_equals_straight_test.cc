@@ -61,7 +61,12 @@ const Placement kPlacements[] = {
        c.placement.activations_on_device = true;
      }},
     {"optimizer states on a drive", [](EngineConfig& c) { swap_states(c, 4, 0); }},
-    {"all on a drive", [](EngineConfig& c) { swap_states(c, 5, 5); }}};
+    {"all on a drive", [](EngineConfig& c) { swap_states(c, 5, 5); }},
+    {"part of every block on a drive", [](EngineConfig& c) {
+       swap_states(c, 5, 5);
+       c.placement.nvme_optimizer_share = 0.6;
+       c.placement.nvme_param_share = 0.3;
+     }}};
 
 RunRecord tail(const RunRecord& record, size_t from) {
   RunRecord rest = record;

@@ -143,6 +143,69 @@ TEST(PlacementPlan, ShortHostMemoryMovesStatesToTheDrives) {
   EXPECT_GT(copies_before, 0);
 }
 
+// What stays in host memory is as much as fits: one more chunk would not.
+TEST(PlacementPlan, HostMemoryIsUsedToItsLastChunk) {
+  const PlanInput input = large_input();
+  const size_t states = host_states(input);
+  const size_t layer = input.state_bytes(1);
+  int split = 0;
+  for (size_t percent = 120; percent >= 30; percent -= 10) {
+    const Budgets budgets{size_t{4} << 30, states * percent / 100, size_t{4} << 30};
+    const PlannedStep planned = make_placement(input, budgets, {}, profile());
+    const PlacementPlan& plan = planned.placement;
+    if (!plan.uses_nvme()) continue;
+    const size_t chunk = static_cast<size_t>(plan.chunk_numel) * input.state_bytes_per_element();
+    const size_t host = std::max(planned.train.host_bytes, planned.eval.host_bytes);
+    EXPECT_LE(host, budgets.host_bytes);
+    EXPECT_LE(budgets.host_bytes - host, chunk) << percent << " %";
+    for (const ParamPlacement& home : plan.params)
+      split += home.host_chunks > 0 || home.host_copies > 0 ? 1 : 0;
+    EXPECT_LT(chunk, layer) << "a chunk is less than a block";
+  }
+  EXPECT_GE(split, 3);
+}
+
+TEST(PlacementPlan, WantedSharesAreThoseOfEveryBlock) {
+  const PlanInput input = large_input();
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = 0.5;
+  wanted.nvme_param_share = 0.25;
+  wanted.swap_chunk = kChunkGranule;
+  const Budgets budgets{size_t{4} << 30, size_t{4} << 30, size_t{4} << 30};
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  for (size_t i = 0; i < planned.placement.params.size(); ++i) {
+    const ParamPlacement& home = planned.placement.params[i];
+    const int chunks = planned.placement.chunk_count(input.shard_numel(static_cast<int>(i)));
+    EXPECT_EQ(home.optimizer, Tier::kNvme) << i;
+    EXPECT_EQ(home.host_chunks, chunks / 2) << i;
+    EXPECT_EQ(home.host_copies, chunks - (chunks + 3) / 4) << i;
+  }
+  const PlanReport report = make_report(input, planned, budgets, profile());
+  EXPECT_NEAR(report.nvme_optimizer_share, 0.5, 0.01);
+  EXPECT_NEAR(report.nvme_param_share, 0.25, 0.01);
+  wanted.nvme_optimizer_blocks = 2;
+  wanted.nvme_param_blocks = 1;
+  const PlacementPlan last = make_placement(input, budgets, wanted, profile()).placement;
+  const size_t count = last.params.size();
+  EXPECT_EQ(last.params[count - 3].optimizer, Tier::kHost);
+  EXPECT_EQ(last.params[count - 2].optimizer, Tier::kNvme);
+  EXPECT_EQ(last.params[count - 2].copy, Tier::kHost);
+  EXPECT_GT(last.params[count - 2].host_chunks, 0);
+}
+
+TEST(PlacementPlan, MoreWeightsThanStatesOnDrivesAreRefused) {
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = 0.3;
+  wanted.nvme_param_share = 0.4;
+  try {
+    make_placement(large_input(), {kPlenty, kPlenty, kPlenty}, wanted, profile());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("nvme_param_share is 0.4"));
+  }
+}
+
 TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {
   const PlanInput input = large_input();
   try {

@@ -128,6 +128,16 @@ void swap(PlacementPlan& plan, int states, int copies, int slots, int ahead) {
   plan.swap_ahead = ahead;
 }
 
+// The first chunks of what is on drives stay in host memory: `states`, and so many more copies.
+void keep(const PlanInput& input, PlacementPlan& plan, int states, int copies) {
+  for (size_t i = 0; i < plan.params.size(); ++i) {
+    ParamPlacement& home = plan.params[i];
+    const int most = plan.chunk_count(input.shard_numel(static_cast<int>(i))) - 1;
+    if (home.optimizer == Tier::kNvme) home.host_chunks = std::min(states, most);
+    if (home.copy == Tier::kNvme) home.host_copies = std::min(states + copies, most);
+  }
+}
+
 TEST(StepPlan, EveryPlacementWithDrivesProvesItself) {
   PlanInput input = small_input(3, 3);
   const int params = static_cast<int>(input.layout.flat_params.size());
@@ -137,6 +147,7 @@ TEST(StepPlan, EveryPlacementWithDrivesProvesItself) {
         PlacementPlan plan = placement(input, slots % 3, 1 + copies % 3);
         swap(plan, states, copies, slots, states % 3);
         plan.chunk_numel = states % 2 == 0 ? 4 * kChunkGranule : kChunkGranule;
+        keep(input, plan, (slots + copies) % 3, slots / 2);
         plan.params[static_cast<size_t>(states - 1)].resident = true;
         input.updates_wait_for_norm = (states + copies) % 2 == 0;
         ASSERT_NO_THROW(plan_check(input, plan, make_train_plan(input, plan), true))
@@ -172,6 +183,53 @@ TEST(StepPlan, StatesOnDrivesLeaveHostMemory) {
   EXPECT_EQ(written, swapped.nvme_bytes);
   EXPECT_GE(read, states + copies);
   EXPECT_LT(read, swapped.nvme_bytes + 3 * copies);
+}
+
+// Every chunk that stays leaves the drives, and what they move, by its own bytes.
+TEST(StepPlan, ChunksThatStayInHostMemoryAreNotMoved) {
+  const PlanInput input = small_input(8, 1);
+  PlacementPlan plan = placement(input, 1, 1);
+  const int params = static_cast<int>(plan.params.size());
+  swap(plan, params, params, 2, 0);
+  const auto moved = [](const StepPlan& step, OpKind kind) {
+    size_t bytes = 0;
+    for (const PlanOp& op : step.ops) bytes += op.kind == kind ? op.swap_bytes : 0;
+    return bytes;
+  };
+  const StepPlan all = make_train_plan(input, plan);
+  keep(input, plan, 3, 2);
+  const StepPlan some = make_train_plan(input, plan);
+  size_t states = 0;
+  size_t copies = 0;
+  for (int param = 0; param < params; ++param) {
+    const ParamPlacement& home = plan.params[static_cast<size_t>(param)];
+    for (const StateChunk& chunk : plan.chunks(input.shard_numel(param))) {
+      if (chunk.index < home.host_chunks) states += chunk_rest_bytes(input, chunk);
+      if (chunk.index < home.host_copies) copies += chunk_copy_bytes(input, chunk);
+    }
+  }
+  EXPECT_GT(states, 0u);
+  EXPECT_GT(copies, 0u);
+  EXPECT_EQ(all.nvme_bytes - some.nvme_bytes, states + copies);
+  EXPECT_EQ(moved(some, OpKind::kSwapOutStates), some.nvme_bytes);
+  EXPECT_EQ(moved(some, OpKind::kSwapInStates), some.nvme_bytes);
+  EXPECT_EQ(moved(all, OpKind::kSwapInParam) - moved(some, OpKind::kSwapInParam), 2 * copies)
+      << "forward and backward";
+  EXPECT_GE(some.host_bytes, all.host_bytes + states);
+  EXPECT_LE(some.host_bytes, all.host_bytes + states + copies);
+}
+
+// The first chunks are on their way before the update of what is in memory begins.
+TEST(StepPlan, DrivesWorkWhileHostMemoryIsUpdated) {
+  const PlanInput input = small_input(4, 1);
+  PlacementPlan home = placement(input, 1, 1);
+  swap(home, 2, 0, 3, 0);
+  const StepPlan plan = make_train_plan(input, home);
+  const auto first = [&](OpKind kind) {
+    return std::find_if(plan.ops.begin(), plan.ops.end(),
+                        [&](const PlanOp& op) { return op.kind == kind; });
+  };
+  EXPECT_LT(first(OpKind::kSwapInStates), first(OpKind::kHostAdam));
 }
 
 TEST(StepPlan, LinkBytesDoNotGrowWithMicroBatches) {
@@ -320,6 +378,26 @@ TEST(PlanCheck, FindsChunksOutOfTurn) {
   EXPECT_GT(planted, 20);
 }
 
+TEST(PlanCheck, FindsAShareThatIsNotWhereItIsAtHome) {
+  const PlanInput input = small_input(2, 1);
+  PlacementPlan home = placement(input, 1, 1);
+  swap(home, 3, 2, 3, 1);
+  keep(input, home, 2, 1);
+  const StepPlan plan = make_train_plan(input, home);
+  ASSERT_NO_THROW(plan_check(input, home, plan, true));
+  for (const int difference : {-1, 1}) {
+    PlacementPlan states = home;
+    states.params[2].host_chunks += difference;
+    EXPECT_THROW(plan_check(input, states, plan, true), Error) << difference;
+    PlacementPlan copies = home;
+    copies.params[2].host_copies += difference;
+    EXPECT_THROW(plan_check(input, copies, plan, true), Error) << difference;
+  }
+  PlacementPlan none = home;
+  none.params[2].host_chunks = none.params[2].host_copies = 1000;
+  EXPECT_THROW(plan_check(input, none, make_train_plan(input, none), true), Error);
+}
+
 // A change of schedule is a reviewed change of this text; ORLOP_UPDATE_GOLDEN=1 writes it anew.
 void expect_golden(const std::string& text, const std::string& name) {
   const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/" + name;
@@ -343,6 +421,8 @@ TEST(StepPlan, PrintedPlanWithDrivesIsTheReviewedOne) {
   PlacementPlan home = placement(input, 1, 1);
   home.chunk_numel = 4 * kChunkGranule;
   swap(home, 3, 2, 3, 1);
+  home.params[1].host_chunks = home.params[2].host_chunks = 1;
+  home.params[2].host_copies = 2;
   expect_golden(make_train_plan(input, home).to_text(input), "step_plan_2_layers_drives.txt");
 }
 
