@@ -51,7 +51,8 @@ struct LimitsConfig {
   std::optional<size_t> device_bytes;
   std::optional<size_t> host_bytes;
   std::optional<size_t> nvme_bytes;
-  // Wear: a step that would write more to the drives than this since midnight UTC is refused.
+  // Wear: a step with which the ranks of one machine would write more than this to its drives since
+  // midnight UTC is refused, on all ranks.
   std::optional<uint64_t> nvme_writes_per_day_bytes;
   // Of the host bytes, for copies of states that a save in the background makes so that updates
   // need not wait until they are written.

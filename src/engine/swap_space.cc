@@ -33,6 +33,7 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
   }
   const NvmeConfig& nvme = config.nvme;
   options.rank = owner.rank;
+  options.world_size = input.world_size;
   options.run_id = owner.run_id;
   options.directories = nvme.paths;
   options.direct = nvme.direct;
@@ -40,7 +41,7 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
   options.engine = nvme::parse_io_engine(nvme.engine);
   options.queue.block_bytes = nvme.block_bytes;
   options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
-  options.writes_per_day_bytes = config.limits.nvme_writes_per_day_bytes.value_or(0);
+  options.keep_count_of_day = config.limits.nvme_writes_per_day_bytes.has_value();
   swapper_ = std::make_unique<nvme::Swapper>(options);
   check(kDriveAlignment % swapper_->alignment() == 0, ErrorCode::kUsage,
         "the drives of --nvme want {} bytes of alignment for direct I/O, plans are made for {}; "
