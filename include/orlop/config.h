@@ -74,9 +74,9 @@ struct PlacementConfig {
   std::optional<int> prefetch_depth = {};   // blocks uploaded ahead of compute, 0..8
   std::optional<int> resident_blocks = {};  // blocks whose weights stay on the device
   std::optional<int> device_optimizer_blocks =
-      {};  // blocks whose optimizer states live on the device
-  std::optional<bool> activations_on_device = {};  // block inputs: device, or pinned host memory
-  std::optional<int> wave = {};                    // micro-batches per wave
+      {};                                // blocks whose optimizer states live on the device
+  std::optional<Tier> activations = {};  // block inputs: device, pinned host memory, or drives
+  std::optional<int> wave = {};          // micro-batches per wave
   // Last blocks whose optimizer states are on drives, and whose weights are there, too; and the
   // share of each of those blocks, in whole chunks, that is. A share alone is one of every block.
   std::optional<int> nvme_optimizer_blocks = {};

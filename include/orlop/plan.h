@@ -52,7 +52,7 @@ struct ORLOP_EXPORT PlanReport {
   double nvme_param_share = 0;      // likewise of the weights
   int prefetch_depth = 0;
   int waves = 1;
-  bool activations_on_device = false;
+  Tier activations = Tier::kHost;    // block inputs between forward and backward
   bool updates_in_backward = false;  // clipping is off, and not fp16: no gradient waits for a norm
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone

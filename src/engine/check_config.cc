@@ -102,6 +102,8 @@ void check_nvme(const EngineConfig& config) {
   check_drives(placement.nvme_param_blocks.value_or(0), "nvme_param_blocks");
   check_drives(placement.nvme_optimizer_share.value_or(0), "nvme_optimizer_share");
   check_drives(placement.nvme_param_share.value_or(0), "nvme_param_share");
+  check(placement.activations != Tier::kNvme || !nvme.paths.empty(), ErrorCode::kUsage,
+        "placement.activations is nvme, but no swap directory is given; name one with --nvme");
 }
 
 }  // namespace

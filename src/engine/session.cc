@@ -175,11 +175,12 @@ void Session::take_drives(const EngineConfig& config) {
     ranks_.broadcast_values(std::as_writable_bytes(std::span(run)), 0, "drives");
   }
   on_all_ranks(ranks_, "drives", [&] {
-    swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, config,
+    swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, planned.train, config,
                                         SwapOwner{ranks_.rank(), run.data()});
   });
   // All slots lie side by side.
   const std::vector<int>& slots = planned.train.swap_slots;
+  if (slots.empty()) return;
   const PlanBuffer& first = planned.train.buffers[static_cast<size_t>(slots.front())];
   swap_->swapper().register_memory({host_arena_.data() + first.offset, slots.size() * first.bytes},
                                    first.bytes);
@@ -207,6 +208,7 @@ ExecutorMemory Session::take_memory() {
   }
   gates += layout().flat_params.size();
   memory.swapped_in = {new (gates) std::atomic<uint32_t>(0)};
+  memory.swapped_out = {new (gates + 1) std::atomic<uint32_t>(0)};
   memory.swap = swap_.get();
   state_memory_ = {memory.device, memory.host, swap_.get()};
   states_ = std::make_unique<StateStore>(make_state_store(QueueKind::kOffload, 2));

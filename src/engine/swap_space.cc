@@ -11,7 +11,7 @@ nvme::ChunkKey copy_key(int param, int chunk) { return {2 * param + 1, chunk}; }
 
 }  // namespace
 
-SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
+SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement, const StepPlan& train,
                      const EngineConfig& config, const SwapOwner& owner)
     : input_(input),
       placement_(placement),
@@ -25,11 +25,16 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement,
     for (const StateChunk& chunk : chunks(param)) {
       if (!placement.states_are_on_nvme(param, chunk)) continue;
       options.chunks.push_back({rest_key(param, chunk.index), chunk_rest_bytes(input, chunk)});
-      bytes_per_step_ += options.chunks.back().bytes;
       if (!placement.copy_is_on_nvme(param, chunk)) continue;
       options.chunks.push_back({copy_key(param, chunk.index), chunk_copy_bytes(input, chunk)});
-      bytes_per_step_ += options.chunks.back().bytes;
     }
+  }
+  for (size_t begin = 0; begin < train.nvme_input_bytes; begin += input.drive_activation_bytes()) {
+    options.chunks.push_back({input_key(begin), input.drive_activation_bytes()});
+  }
+  for (const PlanOp& op : train.ops) {
+    const bool writes = op.kind == OpKind::kSwapOutStates || op.kind == OpKind::kSwapOutInput;
+    if (writes) bytes_per_step_ += op.swap_bytes;
   }
   const NvmeConfig& nvme = config.nvme;
   options.rank = owner.rank;
@@ -69,6 +74,17 @@ std::vector<SwapPiece> SwapSpace::chunk_pieces(int param, const StateChunk& chun
   }
   pieces.push_back({rest_key(param, chunk.index), {slot, chunk_rest_bytes(input_, chunk)}});
   return pieces;
+}
+
+nvme::ChunkKey SwapSpace::input_key(size_t begin) const {
+  const size_t index = begin / input_.drive_activation_bytes();
+  return {static_cast<int32_t>(2 * chunks_.size()), static_cast<int32_t>(index)};
+}
+
+// All of them have one length, so each lies on a multiple of it.
+SwapPiece SwapSpace::input_piece(const PlanBuffer& on_drive, std::byte* memory) const {
+  ORLOP_INVARIANT(on_drive.offset % input_.drive_activation_bytes() == 0);
+  return {input_key(on_drive.offset), {memory, input_.drive_activation_bytes()}};
 }
 
 StatePlanes SwapSpace::planes(const StateChunk& chunk) const {

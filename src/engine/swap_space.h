@@ -22,18 +22,18 @@ struct SwapOwner {
 };
 
 // What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, of
-// which the first may stay in host memory, the swapper that moves the others, and the version of
-// each FlatParam there.
+// which the first may stay in host memory, and the block inputs that wait there for backward; the
+// swapper that moves them, and the version of each FlatParam there.
 //
 // A chunk is up to two transfers, which a slot holds one behind the other, each padded to
 // kDriveAlignment: the compute copy, where that is on the drives too, and all other planes side by
 // side.
 class SwapSpace {
  public:
-  // Takes the space on the drives. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper
-  // does.
-  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config,
-            const SwapOwner& owner);
+  // Takes the space on the drives for the states of `placement` and the block inputs of `train`;
+  // all three outlive it. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper does.
+  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const StepPlan& train,
+            const EngineConfig& config, const SwapOwner& owner);
 
   nvme::Swapper& swapper() { return *swapper_; }
   const nvme::Swapper& swapper() const { return *swapper_; }
@@ -56,6 +56,9 @@ class SwapSpace {
   // Those of one chunk in a slot.
   std::vector<SwapPiece> chunk_pieces(int param, const StateChunk& chunk, std::byte* slot) const;
 
+  // That of a block input between its buffer in the plan's arena on the drives and `memory`.
+  SwapPiece input_piece(const PlanBuffer& on_drive, std::byte* memory) const;
+
   StatePlanes planes(const StateChunk& chunk) const;
   // Of the chunks together that stay in host memory.
   StatePlanes host_planes(int param) const;
@@ -64,6 +67,8 @@ class SwapSpace {
   StateAddress address(int param, const StateChunk& chunk, std::byte* slot, std::byte* copy) const;
 
  private:
+  nvme::ChunkKey input_key(size_t begin) const;
+
   const PlanInput& input_;
   const PlacementPlan& placement_;
   std::vector<std::vector<StateChunk>> chunks_;  // per FlatParam, of those on drives

@@ -50,9 +50,25 @@ class Planner {
         most_on_device_(params_ - blocks_on_drives(input, wanted)) {}
 
   PlannedStep run() {
+    std::vector<Tier> homes = {Tier::kDevice, Tier::kHost};
+    if (wanted_.activations) homes = {*wanted_.activations};
+    std::optional<PlacementPlan> best = fastest(starts(homes));
+    // They cross the drives twice a step, and that beside compute: after everything else.
+    if (!best && !wanted_.activations && budgets_.nvme_bytes > 0)
+      best = fastest(starts({Tier::kNvme}));
+    if (!best) refuse(homes);
+    PlannedStep planned = build(*best);
+    plan_check(input_, planned.placement, planned.train, true);
+    plan_check(input_, planned.placement, planned.eval, false);
+    return planned;
+  }
+
+ private:
+  // What can be made of `starts` in the given budgets, as far as it fits.
+  std::optional<PlacementPlan> fastest(const std::vector<PlacementPlan>& starts) const {
     std::optional<PlacementPlan> best;
     double best_seconds = 0;
-    for (const PlacementPlan& start : starts()) {
+    for (const PlacementPlan& start : starts) {
       PlacementPlan base = start;
       if (!fits(base) && !make_room_on_host(base) && !make_room_with_drives(base)) continue;
       if (!wanted_.prefetch_depth) {
@@ -71,14 +87,9 @@ class Planner {
         }
       }
     }
-    if (!best) refuse();
-    PlannedStep planned = build(*best);
-    plan_check(input_, planned.placement, planned.train, true);
-    plan_check(input_, planned.placement, planned.eval, false);
-    return planned;
+    return best;
   }
 
- private:
   PlannedStep build(const PlacementPlan& placement) const {
     return {placement, make_train_plan(input_, placement), make_eval_plan(input_, placement)};
   }
@@ -102,23 +113,21 @@ class Planner {
     return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
   }
 
-  // Every combination of wave and home of the block inputs that `wanted` leaves open, with nothing
-  // resident: long waves cross the link less often, short ones hold fewer block inputs but park
-  // gradients.
-  std::vector<PlacementPlan> starts() const {
+  // Every combination of home of the block inputs and of the wave that `wanted` leaves open, with
+  // nothing resident: long waves cross the link less often, short ones hold fewer block inputs but
+  // park gradients.
+  std::vector<PlacementPlan> starts(const std::vector<Tier>& homes) const {
     const int all = input_.micro_batches;
     std::vector<int> waves = {all};
     if (all > 2) waves.push_back((all + 1) / 2);
     if (all > 1) waves.push_back(1);
     if (wanted_.wave) waves = {*wanted_.wave};
-    std::vector<bool> homes = {true, false};
-    if (wanted_.activations_on_device) homes = {*wanted_.activations_on_device};
     std::vector<PlacementPlan> plans;
     for (const int wave : waves) {
-      for (const bool on_device : homes) {
+      for (const Tier home : homes) {
         plans.push_back(smallest_placement(input_, wanted_));
         plans.back().wave = wave;
-        plans.back().activations_on_device = on_device;
+        plans.back().activations = home;
       }
     }
     return plans;
@@ -223,8 +232,13 @@ class Planner {
     return true;
   }
 
-  // Spends host memory on compute copies that leave the drives earlier.
+  // Spends host memory on block inputs that stay there, and on compute copies that leave the drives
+  // earlier.
   void spend_on_swapping(PlacementPlan& placement) const {
+    if (placement.activations == Tier::kNvme && !wanted_.activations) {
+      const int inputs = placement.wave * (static_cast<int>(input_.layout.blocks.size()) - 2);
+      grow(placement, 1, inputs - 1, [](PlacementPlan& p, int n) { p.host_inputs = n; });
+    }
     const bool swaps_copies =
         std::any_of(placement.params.begin(), placement.params.end(),
                     [](const ParamPlacement& home) { return home.copy == Tier::kNvme; });
@@ -233,7 +247,8 @@ class Planner {
   }
 
   // Throws with the needs of the start that is short by the least.
-  [[noreturn]] void refuse() const {
+  [[noreturn]] void refuse(std::vector<Tier> homes) const {
+    if (!wanted_.activations && budgets_.nvme_bytes > 0) homes.push_back(Tier::kNvme);
     size_t least = SIZE_MAX;
     size_t device = 0;
     size_t host = 0;
@@ -241,7 +256,7 @@ class Planner {
     const auto shortage = [](size_t need, size_t budget) {
       return need > budget ? need - budget : 0;
     };
-    for (PlacementPlan start : starts()) {
+    for (PlacementPlan start : starts(homes)) {
       if (budgets_.nvme_bytes > 0) swap_all_that_may(start);
       const PlannedStep planned = build(start);
       const size_t total = shortage(device_need(planned), budgets_.device_bytes) +
@@ -329,7 +344,7 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   PlacementPlan placement;
   placement.params.resize(input.layout.flat_params.size());
   placement.prefetch_depth = wanted.prefetch_depth.value_or(0);
-  placement.activations_on_device = wanted.activations_on_device.value_or(false);
+  placement.activations = wanted.activations.value_or(Tier::kHost);
   placement.wave = wanted.wave.value_or(1);
   set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
   set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));

@@ -123,6 +123,7 @@ class Checker {
       if (op.kind == OpKind::kRoundGrad) ++rounded[static_cast<size_t>(op.param)];
       if (op.kind == OpKind::kFinishNorm) norm_known = true;
       if (op.kind == OpKind::kUploadParam || op.kind == OpKind::kSwapInParam) check_copies(op);
+      check_input(op);
       if (is_host_update(op.kind) && op.chunk.index >= 0) check_chunk(op, chunks);
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
         check_elements(op, chunks);
@@ -225,6 +226,24 @@ class Checker {
     check(covered == whole, ErrorCode::kInternal,
           "plan_check: {} of FlatParam {} brings {} of {} B", op_name(op.kind), op.param, covered,
           whole);
+  }
+
+  // What moves a block input moves that of its block and micro-batch, all of it.
+  void check_input(const PlanOp& op) const {
+    const bool moves = op.kind == OpKind::kOffloadInput || op.kind == OpKind::kUploadInput ||
+                       op.kind == OpKind::kSwapOutInput || op.kind == OpKind::kSwapInInput;
+    if (!moves) return;
+    for (const BufferUse& use : op.uses) {
+      const PlanBuffer& buffer = plan_.buffer(use);
+      check(buffer.kind == BufferKind::kInput && buffer.block == op.block &&
+                buffer.micro_batch == op.micro_batch &&
+                buffer.bytes >= std::max(input_.activation_bytes(), op.swap_bytes),
+            ErrorCode::kInternal,
+            "plan_check: {} of block {}, micro-batch {}, uses a buffer of {} B for block {}, "
+            "micro-batch {}",
+            op_name(op.kind), op.block, op.micro_batch, buffer.bytes, buffer.block,
+            buffer.micro_batch);
+    }
   }
 
   // What the host updates of a step touch.

@@ -110,7 +110,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.nvme_bytes = plan.nvme_bytes;
   report.nvme_budget_bytes = budgets.nvme_bytes;
   for (const PlanOp& op : plan.ops) {
-    const bool writes = op.kind == OpKind::kSwapOutStates;
+    const bool writes = op.kind == OpKind::kSwapOutStates || op.kind == OpKind::kSwapOutInput;
     (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
   count_homes(input, planned.placement, report);
@@ -121,12 +121,14 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   }
   const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
   report.lines.insert(report.lines.end(), host.begin(), host.end());
-  if (plan.nvme_bytes > 0) {
-    report.lines.push_back({Tier::kNvme, "masters and moments", plan.nvme_bytes});
+  for (const auto& [what, bytes] :
+       {std::pair("masters and moments", plan.nvme_bytes - plan.nvme_input_bytes),
+        std::pair("block inputs", plan.nvme_input_bytes)}) {
+    if (bytes > 0) report.lines.push_back({Tier::kNvme, what, bytes});
   }
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
-  report.activations_on_device = planned.placement.activations_on_device;
+  report.activations = planned.placement.activations;
   report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
@@ -134,8 +136,8 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.optimizer_seconds = time.optimizer_seconds;
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     const auto kind = static_cast<PlanLaneKind>(lane);
-    const bool of_drives = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kStatesIn ||
-                           kind == PlanLaneKind::kStatesOut;
+    const bool of_drives = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kSwapOut ||
+                           kind == PlanLaneKind::kStatesIn || kind == PlanLaneKind::kStatesOut;
     if (of_drives && plan.nvme_bytes == 0) continue;
     report.lanes.push_back({lane_name(kind), time.busy_seconds[lane], time.stall_seconds[lane]});
   }
@@ -167,7 +169,7 @@ std::string PlanReport::to_text() const {
       "block inputs on the {}\n",
       resident_blocks, blocks, device_optimizer_blocks,
       updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
-      waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
+      waves == 1 ? "" : "s", tier_name(activations));
   if (nvme_bytes > 0) {
     text += fmt::format(
         "  nvme {} of {}: optimizer states of {} parameter groups ({:.1f} % of all), weights of {} "
@@ -223,7 +225,7 @@ std::string PlanReport::to_json() const {
                              {"device_optimizer_blocks", device_optimizer_blocks},
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
-                             {"activations_on_device", activations_on_device},
+                             {"activations", tier_name(activations)},
                              {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},

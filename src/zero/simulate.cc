@@ -136,8 +136,10 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
       return launch + share * bytes / profile.host_bytes_per_s;
     }
     case OpKind::kSwapInParam:
+    case OpKind::kSwapInInput:
     case OpKind::kSwapInStates:
       return seconds(op.swap_bytes, profile.nvme_read_bytes_per_s);
+    case OpKind::kSwapOutInput:
     case OpKind::kSwapOutStates:
       return seconds(op.swap_bytes, profile.nvme_write_bytes_per_s);
   }
@@ -152,6 +154,7 @@ Simulation simulate(const PlanInput& input, const StepPlan& plan, const Hardware
   Simulation result;
   const double over = walk(input, plan, profile, start, times, result);
   const double drives = result.busy_seconds[lane_index(PlanLaneKind::kSwapIn)] +
+                        result.busy_seconds[lane_index(PlanLaneKind::kSwapOut)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesIn)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesOut)];
   result.step_seconds = std::max(over - start, drives);

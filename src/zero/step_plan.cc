@@ -14,6 +14,10 @@ size_t PlanInput::activation_bytes() const {
   return static_cast<size_t>(shape.rows * hidden) * dtype_bytes(compute_dtype);
 }
 
+size_t PlanInput::drive_activation_bytes() const {
+  return align_up(activation_bytes(), kDriveAlignment);
+}
+
 // tokens, labels, positions, cu_seqlens and twice (sorted rows, run begins, run indices).
 size_t PlanInput::batch_bytes() const {
   return static_cast<size_t>(10 * (shape.rows + 2)) * sizeof(int32_t) + 10 * kDeviceAlignment;
@@ -48,7 +52,8 @@ size_t PlanInput::state_bytes(int param) const {
 }
 
 bool PlacementPlan::uses_nvme() const {
-  return std::any_of(params.begin(), params.end(),
+  return activations == Tier::kNvme ||
+         std::any_of(params.begin(), params.end(),
                      [](const ParamPlacement& home) { return home.optimizer == Tier::kNvme; });
 }
 
@@ -149,6 +154,10 @@ const char* op_name(OpKind kind) {
       return "offload_input";
     case OpKind::kUploadInput:
       return "upload_input";
+    case OpKind::kSwapOutInput:
+      return "swap_out_input";
+    case OpKind::kSwapInInput:
+      return "swap_in_input";
     case OpKind::kZeroGrad:
       return "zero_grad";
     case OpKind::kParkGrad:
@@ -195,6 +204,8 @@ const char* lane_name(PlanLaneKind lane) {
       return "optimizer";
     case PlanLaneKind::kSwapIn:
       return "swap_in";
+    case PlanLaneKind::kSwapOut:
+      return "swap_out";
     case PlanLaneKind::kStatesIn:
       return "state_in";
     case PlanLaneKind::kStatesOut:
@@ -265,9 +276,10 @@ std::string StepPlan::to_text(const PlanInput& input) const {
     }
     for (const BufferUse& use : op.uses) {
       const PlanBuffer& b = buffer(use);
-      text += fmt::format(" {}{}:{}@{}+{}",
-                          use.write ? "w:" : "r:", b.tier == Tier::kHost ? "host" : "dev",
-                          buffer_name(b.kind), b.offset, b.bytes);
+      text +=
+          fmt::format(" {}{}:{}@{}+{}",
+                      use.write ? "w:" : "r:", b.tier == Tier::kDevice ? "dev" : tier_name(b.tier),
+                      buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);
     if (op.after_update >= 0) {

@@ -16,8 +16,8 @@ StepPlanDraft::StepPlanDraft(const PlanInput& plan_input, const PlacementPlan& p
       Tier::kDevice, true);
   plan.scalars = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
   plan.host_scalars =
-      add_buffer(BufferKind::kScalars, kGatesOffset + (2 * params_.size() + 1) * sizeof(uint32_t),
-                 Tier::kHost, true);
+      add_buffer(BufferKind::kScalars,
+                 kGatesOffset + gates_count(params_.size()) * sizeof(uint32_t), Tier::kHost, true);
   if (input.snapshot_bytes > 0) {
     plan.snapshot = add_buffer(BufferKind::kSnapshot, input.snapshot_bytes, Tier::kHost, true);
   }

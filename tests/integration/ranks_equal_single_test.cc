@@ -109,7 +109,7 @@ std::vector<Variant> variants() {
              c.placement.resident_blocks = 0;
              c.placement.prefetch_depth = 0;
              c.placement.wave = 1;
-             c.placement.activations_on_device = false;
+             c.placement.activations = Tier::kHost;
            }},
           {"between the stages, waves of two",
            [](EngineConfig& c) {

@@ -29,7 +29,7 @@ TEST(PlacementPlan, EverythingGoesOnTheDeviceWhenItFits) {
     EXPECT_EQ(home.optimizer, Tier::kDevice);
   }
   EXPECT_EQ(planned.placement.wave, 2);
-  EXPECT_TRUE(planned.placement.activations_on_device);
+  EXPECT_EQ(planned.placement.activations, Tier::kDevice);
 }
 
 TEST(PlacementPlan, NeverExceedsABudgetAndIsNoSlowerWhenGivenMore) {
@@ -76,12 +76,12 @@ TEST(PlacementPlan, WantedSettingsAreTakenAsTheyAre) {
   wanted.prefetch_depth = 3;
   wanted.resident_blocks = 2;
   wanted.device_optimizer_blocks = 1;
-  wanted.activations_on_device = false;
+  wanted.activations = Tier::kHost;
   wanted.wave = 2;
   const PlacementPlan plan = make_placement(input, {kPlenty, kPlenty}, wanted, profile()).placement;
   EXPECT_EQ(plan.prefetch_depth, 3);
   EXPECT_EQ(plan.wave, 2);
-  EXPECT_FALSE(plan.activations_on_device);
+  EXPECT_EQ(plan.activations, Tier::kHost);
   EXPECT_EQ(plan.params[0].optimizer, Tier::kDevice);
   EXPECT_EQ(plan.params[1].optimizer, Tier::kHost);
   EXPECT_TRUE(plan.params[4].resident);  // the last layer
@@ -204,6 +204,51 @@ TEST(PlacementPlan, MoreWeightsThanStatesOnDrivesAreRefused) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), HasSubstr("nvme_param_share is 0.4"));
   }
+}
+
+// With all states there and host memory still short, block inputs go, too; as many as fit stay.
+TEST(PlacementPlan, BlockInputsGoToTheDrivesLast) {
+  PlanInput input = large_input();
+  input.micro_batches = 4;
+  input.shape = {65536, 65536};
+  PlacementConfig wanted;
+  wanted.wave = 4;
+  const size_t inputs = 8 * 4 * input.activation_bytes();
+  const Budgets plenty{size_t{4} << 30, size_t{16} << 30, size_t{16} << 30};
+  wanted.activations = Tier::kHost;
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = 1;
+  const size_t least = make_train_plan(input, smallest_placement(input, wanted)).host_bytes;
+  wanted.activations = {};
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = {};
+  Budgets budgets = plenty;
+  budgets.device_bytes = make_train_plan(input, smallest_placement(input, wanted)).device_bytes;
+  EXPECT_EQ(make_placement(input, budgets, wanted, profile()).placement.activations, Tier::kHost);
+  budgets.host_bytes = least - inputs / 2;
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  EXPECT_EQ(planned.placement.activations, Tier::kNvme);
+  EXPECT_LE(planned.train.host_bytes, budgets.host_bytes);
+  EXPECT_LE(
+      budgets.host_bytes - planned.train.host_bytes,
+      std::max(input.activation_bytes(), static_cast<size_t>(planned.placement.chunk_numel) * 12))
+      << "host memory is used";
+  const PlanReport report = make_report(input, planned, budgets, profile());
+  EXPECT_EQ(report.activations, Tier::kNvme);
+  size_t on_drives = 0;
+  for (const PlanLine& line : report.lines) {
+    if (line.tier == Tier::kNvme && line.purpose == "block inputs") on_drives = line.bytes;
+  }
+  EXPECT_EQ(on_drives, static_cast<size_t>(32 - planned.placement.host_inputs) *
+                           input.drive_activation_bytes());
+  EXPECT_GE(report.nvme_written_bytes, on_drives);
+  budgets.nvme_bytes = planned.train.nvme_bytes - on_drives;
+  EXPECT_THROW(make_placement(input, budgets, wanted, profile()), Error);
+
+  // Those that are told to be there all are.
+  wanted.activations = Tier::kNvme;
+  budgets = plenty;
+  const PlannedStep told = make_placement(input, budgets, wanted, profile());
+  EXPECT_EQ(told.placement.host_inputs, 0);
+  EXPECT_EQ(told.train.nvme_bytes, 32 * input.drive_activation_bytes());
 }
 
 TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {

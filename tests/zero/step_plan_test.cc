@@ -34,7 +34,7 @@ TEST(StepPlan, EveryPlacementProvesItself) {
       for (int resident = 0; resident <= params; ++resident) {
         for (int on_device = 0; on_device <= params; on_device += 2) {
           PlacementPlan plan = placement(input, prefetch, wave);
-          plan.activations_on_device = (resident + wave) % 2 == 0;
+          plan.activations = (resident + wave) % 2 == 0 ? Tier::kDevice : Tier::kHost;
           plan.gradients_in_flight = 1 + (resident + prefetch) % 3;
           input.updates_wait_for_norm = (resident + on_device / 2) % 2 == 0;
           for (int i = 0; i < resident; ++i)
@@ -88,7 +88,7 @@ TEST(StepPlan, WithoutANormUpdatesFollowTheirGradientsInsideBackward) {
 
 size_t host_grad_bytes(const PlanInput& input, int gradients_in_flight) {
   PlacementPlan home = placement(input, 1, 1);
-  home.activations_on_device = true;
+  home.activations = Tier::kDevice;
   home.gradients_in_flight = gradients_in_flight;
   const StepPlan plan = make_train_plan(input, home);
   size_t others = 0;
@@ -156,6 +156,67 @@ TEST(StepPlan, EveryPlacementWithDrivesProvesItself) {
       }
     }
   }
+}
+
+TEST(StepPlan, EveryPlacementWithBlockInputsOnDrivesProvesItself) {
+  PlanInput input = small_input(4, 5);
+  const int params = static_cast<int>(input.layout.flat_params.size());
+  for (int prefetch = 0; prefetch <= 2; ++prefetch) {
+    for (int wave = 1; wave <= 5; ++wave) {
+      for (int kept = 0; kept < 4 * wave; kept += 1 + kept / 2) {
+        PlacementPlan plan = placement(input, prefetch, wave);
+        plan.activations = Tier::kNvme;
+        plan.host_inputs = kept;
+        const int states = (prefetch + wave + kept) % (params + 1);
+        swap(plan, states, std::min(states, wave % 2), 2, kept % 3);
+        input.updates_wait_for_norm = (wave + kept) % 2 == 0;
+        const StepPlan step = make_train_plan(input, plan);
+        ASSERT_NO_THROW(plan_check(input, plan, step, true))
+            << "prefetch " << prefetch << " wave " << wave << ", kept " << kept;
+        EXPECT_EQ(step.nvme_input_bytes,
+                  static_cast<size_t>(4 * wave - kept) * input.drive_activation_bytes())
+            << "as much as one wave has";
+        int out = 0;
+        int in = 0;
+        for (const PlanOp& op : step.ops) {
+          out += op.kind == OpKind::kSwapOutInput ? 1 : 0;
+          in += op.kind == OpKind::kSwapInInput ? 1 : 0;
+        }
+        EXPECT_EQ(out, in);
+        EXPECT_GT(out, 0);
+        ASSERT_NO_THROW(plan_check(input, plan, make_eval_plan(input, plan), false));
+      }
+    }
+  }
+}
+
+// However many there are, a few are in host memory, and each crosses the drives once each way.
+TEST(StepPlan, BlockInputsOnDrivesLeaveHostMemory) {
+  PlanInput input = small_input(8, 6);
+  input.shape = {4096, 4096};
+  PlacementPlan plan = placement(input, 1, 6);
+  const size_t on_host = make_train_plan(input, plan).host_bytes;
+  plan.activations = Tier::kNvme;
+  const StepPlan swapped = make_train_plan(input, plan);
+  const size_t all = 8 * 6 * input.drive_activation_bytes();
+  EXPECT_EQ(swapped.nvme_bytes, all);
+  EXPECT_LE(swapped.host_bytes, on_host - all + 5 * input.drive_activation_bytes());
+  for (const OpKind kind : {OpKind::kSwapOutInput, OpKind::kSwapInInput}) {
+    size_t moved = 0;
+    for (const PlanOp& op : swapped.ops) moved += op.kind == kind ? op.swap_bytes : 0;
+    EXPECT_EQ(moved, all);
+  }
+  const auto none_waits = [&](OpKind kind, PlanLaneKind lane) {
+    int waits = 0;
+    for (const PlanOp& op : swapped.ops) {
+      if (op.kind != kind) continue;
+      for (const int wait : op.waits)
+        waits += swapped.ops[static_cast<size_t>(wait)].lane == lane ? 1 : 0;
+    }
+    return waits == 0;
+  };
+  EXPECT_TRUE(none_waits(OpKind::kForward, PlanLaneKind::kSwapOut))
+      << "compute waits for the copy to host memory alone";
 }
 
 // Everything on drives costs host memory a few slots and what is in flight; and each step reads
@@ -398,6 +459,29 @@ TEST(PlanCheck, FindsAShareThatIsNotWhereItIsAtHome) {
   EXPECT_THROW(plan_check(input, none, make_train_plan(input, none), true), Error);
 }
 
+TEST(PlanCheck, FindsABlockInputThatIsReadBeforeItIsOnItsDriveOrIsAnothers) {
+  const PlanInput input = small_input(4, 2);
+  PlacementPlan home = placement(input, 1, 2);
+  home.activations = Tier::kNvme;
+  const StepPlan plan = make_train_plan(input, home);
+  int unordered = 0;
+  for (size_t i = 0; i < plan.ops.size(); ++i) {
+    const PlanOp& op = plan.ops[i];
+    if (op.kind != OpKind::kSwapInInput && op.kind != OpKind::kSwapOutInput) continue;
+    StepPlan other = plan;
+    other.ops[i].block = op.block == 1 ? 2 : 1;
+    EXPECT_THROW(plan_check(input, home, other, true), Error) << i;
+    StepPlan broken = plan;
+    broken.ops[i].waits.clear();
+    try {
+      plan_check(input, home, broken, true);
+    } catch (const Error&) {
+      ++unordered;
+    }
+  }
+  EXPECT_GE(unordered, 8) << "every one that goes out waits for its copy";
+}
+
 // A change of schedule is a reviewed change of this text; ORLOP_UPDATE_GOLDEN=1 writes it anew.
 void expect_golden(const std::string& text, const std::string& name) {
   const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/" + name;
@@ -414,6 +498,14 @@ TEST(StepPlan, PrintedPlanIsTheReviewedOne) {
   PlacementPlan home = placement(input, 1, 1);
   home.params[1].resident = true;
   expect_golden(make_train_plan(input, home).to_text(input), "step_plan_2_layers_2_waves.txt");
+}
+
+TEST(StepPlan, PrintedPlanWithBlockInputsOnDrivesIsTheReviewedOne) {
+  const PlanInput input = small_input(2, 2);
+  PlacementPlan home = placement(input, 1, 2);
+  home.activations = Tier::kNvme;
+  home.host_inputs = 1;
+  expect_golden(make_train_plan(input, home).to_text(input), "step_plan_2_layers_inputs.txt");
 }
 
 TEST(StepPlan, PrintedPlanWithDrivesIsTheReviewedOne) {
