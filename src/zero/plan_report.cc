@@ -166,10 +166,11 @@ std::string PlanReport::to_text() const {
                       format_bytes(host_budget_bytes));
   text += fmt::format(
       "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
-      "block inputs on the {}\n",
+      "block inputs on {}\n",
       resident_blocks, blocks, device_optimizer_blocks,
       updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
-      waves == 1 ? "" : "s", tier_name(activations));
+      waves == 1 ? "" : "s",
+      activations == Tier::kNvme ? "drives" : fmt::format("the {}", tier_name(activations)));
   if (nvme_bytes > 0) {
     text += fmt::format(
         "  nvme {} of {}: optimizer states of {} parameter groups ({:.1f} % of all), weights of {} "

@@ -554,7 +554,7 @@ def test_finetune_with_block_inputs_on_a_drive_gives_the_same_model(capsys, mode
         assert code == 0
         weights.append((tmp_path / name / "hf" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
-    assert "block inputs on the nvme" in out
+    assert "block inputs on drives" in out
 
 
 def test_bench_reports_steps(capsys, model_dir):
