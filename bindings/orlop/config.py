@@ -205,7 +205,7 @@ _OPTIONS = (
     ),
     Option("nvme", _paths, None, "swap directories, one per drive", ("nvme_path",), is_list=True),
     Option("nvme_mem", parse_bytes, None, "hard budget of bytes on the drives"),
-    Option("nvme_writes_per_day", parse_bytes, None, "bytes written to the drives per day that stop the run"),
+    Option("nvme_writes_per_day", parse_bytes, None, "bytes that a machine may write to its drives per day"),
     Option("nvme_block", parse_bytes, 2**20, "bytes of one request to a drive"),
     Option("nvme_queue_depth", _POSITIVE, 32, "requests in flight"),
     Option("nvme_direct", parse_bool, True, "past the page cache where possible", is_flag=True),

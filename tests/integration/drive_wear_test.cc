@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <filesystem>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -117,6 +119,28 @@ TEST_F(DriveWearTest, CountsAreThoseOfAllRanks) {
     EXPECT_LE(written, 2 * kRanks * of_rank);
     EXPECT_GE(engine.stats().nvme_written_today_bytes, engine.stats().nvme_written_bytes);
   });
+}
+
+// A rank whose swap file something else has cut ends with an error that names the file; the others
+// do not wait for it.
+TEST_F(DriveWearTest, AFaultOfOneRanksDriveEndsTheOthers) {
+  std::mutex mutex;
+  std::vector<std::string> reasons(kRanks);
+  const auto begin = std::chrono::steady_clock::now();
+  run_engines(kRanks, model(), config_, [&](Engine& engine) {
+    run_share(engine, kAll, {.until = 1});
+    engine.synchronize();
+    if (engine.rank() == 1) std::filesystem::resize_file(folder_ / "swap" / "orlop-r1.swap", 8192);
+    try {
+      run_share(engine, kAll, {.from = 2, .until = 6});
+    } catch (const Error& error) {
+      const std::lock_guard lock(mutex);
+      reasons[static_cast<size_t>(engine.rank())] = error.what();
+    }
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(60));
+  EXPECT_THAT(reasons[1], AllOf(HasSubstr("orlop-r1.swap"), HasSubstr("8192")));
+  EXPECT_THAT(reasons[0], AllOf(HasSubstr("rank 1"), HasSubstr("orlop-r1.swap")));
 }
 
 }  // namespace

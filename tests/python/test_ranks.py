@@ -75,7 +75,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
 def test_the_limit_of_writes_per_day_is_that_of_all_ranks(inputs, tmp_path):
     drives = ("--nvme", tmp_path / "swap", "--nvme-optimizer-blocks", 3, "--nvme-param-blocks", 2)
     plan = ("plan", "--model", inputs / "model", "--device", "host", "--seq-len", 32, "--precision", "fp32", "--json")
-    command = [str(word) for word in (sys.executable, "-m", "orlop", *plan, *drives, "--gpus", 2)]
+    command = [str(word) for word in (sys.executable, "-m", "orlop", *plan, *drives, "--ranks", 2)]
     per_step = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[
         "nvme_written_bytes"
     ]
