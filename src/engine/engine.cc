@@ -10,6 +10,7 @@
 #include "base/owner_process.h"
 #include "base/thread.h"
 #include "engine/checkpoint.h"
+#include "engine/drive_wear.h"
 #include "engine/gather_states.h"
 #include "engine/model_files.h"
 #include "engine/open_engine.h"
@@ -79,6 +80,7 @@ class Engine::Impl {
                                 .ranks = ranks_.get()},
                                &tracer_),
                  config, *ranks_, &tracer_),
+        wear_(session_.swap(), *ranks_, local_, config.limits.nvme_writes_per_day_bytes),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
@@ -103,7 +105,7 @@ class Engine::Impl {
 
   StepResult step(std::span<const MicroBatch> batches) {
     check_usable();
-    check_wear();
+    wear_.begin_step();
     return changing([&] { return run_step(batches); });
   }
 
@@ -214,12 +216,10 @@ class Engine::Impl {
     stats.optimizer_seconds = optimizer_.busy_seconds();
     stats.optimizer_exposed_seconds = exposed_seconds_;
     stats.swap_wait_seconds = optimizer_.swap_wait_seconds();
-    if (const SwapSpace* swap = session_.swap()) {
-      const nvme::SwapStats moved = swap->swapper().stats();
-      stats.nvme_read_bytes = moved.bytes_read;
-      stats.nvme_written_bytes = moved.bytes_written;
-      stats.nvme_written_today_bytes = moved.day_bytes_written;
-    }
+    const DriveWear::Counts moved = wear_.counts();
+    stats.nvme_read_bytes = moved.read;
+    stats.nvme_written_bytes = moved.written;
+    stats.nvme_written_today_bytes = moved.written_today;
     stats.save_held_seconds = optimizer_.held_seconds();
     return stats;
   }
@@ -228,22 +228,6 @@ class Engine::Impl {
 
  private:
   const ModelLayout& layout() const { return session_.layout(); }
-
-  // Refuses a step that would wear the drives more than the day allows. Nothing has begun then:
-  // what is there can be saved.
-  void check_wear() {
-    SwapSpace* swap = session_.swap();
-    if (swap == nullptr) return;
-    if (config_.limits.nvme_writes_per_day_bytes) {
-      // What the update that still runs has yet to write is not in the count of the day.
-      const uint64_t written = swap->swapper().stats().bytes_written;
-      const uint64_t pending = expected_writes_ - std::min(expected_writes_, written);
-      const uint64_t coming = pending + swap->bytes_written_per_step();
-      on_all_ranks(*ranks_, "drives", [&] { swap->swapper().check_write_budget(coming); });
-      expected_writes_ = written + coming;
-    }
-    swap->swapper().begin_step();
-  }
 
   // After the space for swapping was taken.
   void check_room_for_checkpoint() {
@@ -385,13 +369,13 @@ class Engine::Impl {
   std::optional<AffinityScope> affinity_;
   Tracer tracer_;
   Session session_;
+  DriveWear wear_;
   LrSchedule schedule_;
   GradScaler scaler_;
   OptimizerQueue optimizer_;
   int64_t applied_steps_ = 0;
   uint32_t version_ = 0;
   double exposed_seconds_ = 0;
-  uint64_t expected_writes_ = 0;  // to drives, by the end of the last step's update
   std::string failure_;
 };
 

@@ -152,6 +152,8 @@ std::vector<Variant> variants() {
              c.placement.resident_blocks = 1;
              c.placement.nvme_optimizer_blocks = 4;
              c.placement.nvme_param_blocks = 3;
+             c.placement.nvme_optimizer_share = 0.6;
+             c.placement.nvme_param_share = 0.5;
              c.placement.swap_chunk = 4096;
            }},
           {"stage 3, no prefetch, waves of one",
@@ -159,7 +161,7 @@ std::vector<Variant> variants() {
              c.placement.resident_blocks = 0;
              c.placement.prefetch_depth = 0;
              c.placement.wave = 1;
-             c.placement.activations_on_device = false;
+             c.placement.activations = Tier::kHost;
            }},
           {"between the stages, waves of two",
            [](EngineConfig& c) {
