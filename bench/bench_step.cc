@@ -4,10 +4,11 @@
 //   bench_step --shape l3|l7|smollm2|DIR [--tokens 16384] [--sequence 2048] [--micro-batch 8]
 //   [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
-//              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
-//              [--clip 1.0] [--threads N] [--only step|compute] [--trace FILE]
+//              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host|nvme]
+//              [--clip 1.0] [--threads N] [--only step|compute|copies] [--trace FILE]
 //              [--nvme DIR[,DIR...]] [--nvme-optimizer N] [--nvme-params N] [--host-mem 8GiB]:
 //              states of all blocks, or of the last N, on drives, see step_drives.h
+//   bench_step --only copies ...: copies where they are the bound, see step_copies.h
 //   bench_step --gpus N [--shape l7] [--tokens 16384,65536] [--steps 3] ...: the same over N ranks,
 //              see step_ranks.h; with --device host N ranks in host memory
 //
@@ -27,6 +28,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "bench/step_compute.h"
+#include "bench/step_copies.h"
 #include "bench/step_drives.h"
 #include "bench/step_ranks.h"
 #include "bench/step_setup.h"
@@ -104,6 +106,7 @@ void run(const Options& options) {
   set_drives(options, model_dir, config);
   const int steps = static_cast<int>(options.number("steps", 5));
   const std::string only = options.get("only", "both");
+  if (only == "copies") return measure_copies(model_dir, config, steps);
   const double tokens =
       static_cast<double>(config.batch.accumulation_steps * config.batch.micro_batch_size *
                           config.batch.sequence_length);

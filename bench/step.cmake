@@ -1,5 +1,5 @@
 orlop_bench(bench_step
-  SOURCES bench_step.cc step_compute.cc step_drives.cc step_ranks.cc step_setup.cc
+  SOURCES bench_step.cc step_compute.cc step_copies.cc step_drives.cc step_ranks.cc step_setup.cc
           support/recording_backend.cc support/swap_rig.cc
   DEPENDS orlop_engine orlop_bench_support)
 if(ORLOP_HAVE_ONEDNN)

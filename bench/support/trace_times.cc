@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -58,6 +59,17 @@ std::map<std::string, double> trace_times(const std::string& path) {
     seconds[span.lane + ": " + span.name] += span.end - span.begin;
   }
   return seconds;
+}
+
+double lane_seconds(const std::string& path, const std::string& lane) {
+  double begin = std::numeric_limits<double>::infinity();
+  double end = 0;
+  for (const Span& span : read_spans(path)) {
+    if (!span.lane.ends_with(lane) || is_wait(span)) continue;
+    begin = std::min(begin, span.begin);
+    end = std::max(end, span.end);
+  }
+  return std::max(0.0, end - begin);
 }
 
 ComputeWaits compute_waits(const std::string& path) {

@@ -8,6 +8,9 @@ namespace orlop::bench {
 // Seconds of a trace by "lane: name", numbers at the end of names left out.
 std::map<std::string, double> trace_times(const std::string& path);
 
+// From the beginning of a lane's first work, waits left out, to the end of its last.
+double lane_seconds(const std::string& path, const std::string& lane);
+
 // What the compute queue of a trace waits for.
 struct ComputeWaits {
   double busy_seconds = 0;                     // its own work

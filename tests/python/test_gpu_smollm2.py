@@ -31,11 +31,13 @@ def smollm2(tmp_path_factory):
     return str(model), str(data.path)
 
 
-def make_config(device: str, precision=orlop.Precision.BF16, steps: int = STEPS) -> orlop.EngineConfig:
+def make_config(
+    device: str, precision=orlop.Precision.BF16, steps: int = STEPS, sequence_length: int = 512
+) -> orlop.EngineConfig:
     return orlop.EngineConfig(
         device=device,
         precision=precision,
-        batch=orlop.BatchConfig(micro_batch_size=1, sequence_length=512, accumulation_steps=2),
+        batch=orlop.BatchConfig(micro_batch_size=1, sequence_length=sequence_length, accumulation_steps=2),
         optimizer=orlop.OptimizerConfig(learning_rate=2e-5, weight_decay=0.1, max_grad_norm=1.0),
         schedule=orlop.ScheduleConfig(kind=orlop.ScheduleKind.COSINE, warmup_steps=5, total_steps=2 * steps),
     )
@@ -60,10 +62,11 @@ def gpu_losses(smollm2):
     return train(smollm2, make_config("cuda"))[0]
 
 
-def test_losses_are_those_of_the_host_backend(smollm2, gpu_losses):
-    expected = train(smollm2, make_config("host"))[0]
-    print("largest difference", np.max(np.abs(np.divide(gpu_losses, expected) - 1)))
-    np.testing.assert_allclose(gpu_losses, expected, rtol=1e-2, atol=0)
+def test_losses_are_those_of_the_host_backend(smollm2):
+    """Short sequences: a host takes seconds for what the GPU does in milliseconds."""
+    losses, expected = (train(smollm2, make_config(device, sequence_length=128))[0] for device in ("cuda", "host"))
+    print("host, largest difference", np.max(np.abs(np.divide(losses, expected) - 1)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -114,14 +117,14 @@ def placements(model: str):
     yield from ((f"budget of the least and {share:.0%} of the states", budget(share)) for share in (0, 0.1, 0.5))
     yield from ((f"prefetch {depth}", set_placement(prefetch_depth=depth, resident_blocks=0)) for depth in range(5))
     yield from ((f"{n} shards on the device", set_placement(device_optimizer_blocks=n)) for n in (1, 12, 32))
-    yield "inputs in host memory, waves of 1", set_placement(activations_on_device=False, wave=1)
+    yield "inputs in host memory, waves of 1", set_placement(activations=orlop.Tier.HOST, wave=1)
 
 
 _LEAST = {
     "prefetch_depth": 0,
     "resident_blocks": 0,
     "device_optimizer_blocks": 0,
-    "activations_on_device": False,
+    "activations": orlop.Tier.HOST,
     "wave": 1,
 }
 
