@@ -106,22 +106,24 @@ class Room:
     """The interface of DeviceRoom."""
 
     def __init__(self, size):
-        self.size = self.free = size
+        self.size = self.bytes_left = size
 
     def left(self):
-        return self.free
+        return self.bytes_left
 
     def take(self, size):
-        if size > self.free:
+        if size > self.bytes_left:
             return False
-        self.free -= size
+        self.bytes_left -= size
         return True
 
     def give(self, size):
-        self.free += size
+        self.bytes_left += size
+
+    free = give
 
     def clear(self):
-        self.free = self.size
+        self.bytes_left = self.size
 
 
 class HostLink:

@@ -60,8 +60,9 @@ def train(model, optimizer, steps=STEPS, first=0, counts=(1,)):
     return losses
 
 
-def bytes_of(model):
-    return 16 * sum(p.numel() for p in model.parameters())
+def some_bytes(model):
+    """Room for states of a part of the parameters, whatever their dtype."""
+    return 6 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("counts", [(1,), (3, 3, 2, 5, 1)], ids=["single", "accumulated"])
@@ -94,7 +95,7 @@ def test_same_bits_for_every_placement(dtype, moments, door, counts):
     count = len(list(Model(dtype).parameters()))
     losses, (states, masters), weights, placed = run("host")
     assert placed == 0
-    for limit in (bytes_of(Model(dtype)) // 2, "auto"):
+    for limit in (some_bytes(Model(dtype)), "auto"):
         got, (got_states, got_masters), got_weights, placed = run(limit)
         assert placed == count if limit == "auto" else 0 < placed < count
         assert got == losses
@@ -106,7 +107,7 @@ def test_same_bits_for_every_placement(dtype, moments, door, counts):
 def test_resume_across_placements(dtype, tmp_path):
     """From a file that holds tensors of both tiers, into both."""
     model = Model(dtype).cuda()
-    optimizer = orlop.AdamW(model.parameters(), lr=1e-3, states=bytes_of(model) // 2)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-3, states=some_bytes(model))
     train(model, optimizer, 5)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
     expected = train(model, optimizer, 5, first=5)
@@ -151,7 +152,7 @@ def test_states_leave_when_a_later_step_needs_their_memory():
         optimizer = orlop.AdamW(model.parameters(), states=states, device_limit=limit)
         losses = train(model, optimizer, 3)
         seen = [len(on_device(optimizer))]
-        keep = torch.empty(300 << 20, dtype=torch.uint8, device="cuda")
+        keep = torch.empty(420 << 20, dtype=torch.uint8, device="cuda")
         losses += train(model, optimizer, 17, first=3)
         seen.append(len(on_device(optimizer)))
         del keep
