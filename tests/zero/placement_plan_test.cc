@@ -170,7 +170,7 @@ TEST(PlacementPlan, WantedSharesAreThoseOfEveryBlock) {
   PlacementConfig wanted;
   wanted.nvme_optimizer_share = 0.5;
   wanted.nvme_param_share = 0.25;
-  wanted.swap_chunk = kChunkGranule;
+  wanted.swap_chunk = 16 * kChunkGranule;
   const Budgets budgets{size_t{4} << 30, size_t{4} << 30, size_t{4} << 30};
   const PlannedStep planned = make_placement(input, budgets, wanted, profile());
   for (size_t i = 0; i < planned.placement.params.size(); ++i) {
