@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import errors
-from .torch_support import check_parameter, require_torch
+from .torch_support import check_disjoint, check_parameter, require_torch
 
 torch = require_torch("orlop.wrap")
 
@@ -42,6 +42,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     names = {p: name for name, p in model.named_parameters()}
     for p, name in names.items():
         check_parameter(p, name)
+    check_disjoint([(name, p) for p, name in names.items()])  # copies of their own would untie them
     first = next(iter(names)).device if names else torch.device("cpu")
     device = first if device is None else torch.empty(0, device=device).device
     modules = find_blocks(model) if blocks is None else list(blocks)
