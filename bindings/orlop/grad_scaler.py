@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
                     names = getattr(optimizer, "_names", {})
                     name = names.get(p) if names else None
                     name = name or f"parameter {position} of group {index}"
-                    if not bool(torch.isfinite(p).all()):
+                    if not bool(torch.isfinite(p.detach()).all()):  # of weights that are away: where they are
                         return f"the weight of {name} itself is not finite"
                     if not bool(torch.isfinite(p.grad).all()):
                         return f"the gradient of {name} is not finite, its weight is"

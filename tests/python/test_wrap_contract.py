@@ -1,4 +1,4 @@
-"""orlop.wrap at the edges: shared storage."""
+"""orlop.wrap at the edges: shared storage, overflows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from test_wrap import Model, batch, weights  # noqa: E402
+from test_wrap import Model, batch, plain, streamed, weights  # noqa: E402
 
 
 # --- shared storage -----------------------------------------------------------------------------
@@ -42,3 +42,55 @@ def test_two_parameters_over_one_storage_are_refused(share, optimizer):
     assert [type(p) for p in model.parameters()] == kinds
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     model(batch(0)).sum().backward()
+
+
+# --- overflows ----------------------------------------------------------------------------------
+
+
+def scaled_steps(model, optimizer, scaler, steps):
+    for step in steps:
+        scaler.scale(model(batch(step)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_overflow_in_a_block_halves_the_scale():
+    """Case N-07: only the overflowing step is left out; the rest is the run of the plain model."""
+
+    def run(make):
+        model, optimizer = make(Model())
+        scaler = orlop.GradScaler("cpu", init_scale=2.0**16)
+        scaled_steps(model, optimizer, scaler, range(2))
+        handle = model.blocks[2].weight.register_hook(lambda g: g * torch.inf)
+        scaled_steps(model, optimizer, scaler, range(2, 3))
+        handle.remove()
+        scales = [scaler.get_scale()]
+        scaled_steps(model, optimizer, scaler, range(3, 6))
+        return [*scales, scaler.get_scale()], weights(model)
+
+    (scales, got), (_, expected) = run(streamed), run(plain)
+    assert scales == [2.0**15, 2.0**15]
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("bad", ["weight", "gradient"])
+def test_overflow_at_the_floor_names_the_parameter_of_a_block(bad):
+    """Case N-07: weights that are away are looked at where they are."""
+    model, optimizer = streamed(Model())
+    scaler = orlop.GradScaler("cpu", init_scale=2.0, max_failures=3)
+    if bad == "weight":
+        with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
+            model.blocks[2].weight[3, 4] = torch.nan
+        for name, p in model.named_parameters():  # what it makes of others is not what this is about
+            if name != "blocks.2.weight":
+                p.requires_grad_(False)
+    else:
+        model.blocks[2].weight.register_hook(lambda g: g * torch.inf)
+    text = {
+        "weight": r"the weight of blocks\.2\.weight itself is not finite",
+        "gradient": r"the gradient of blocks\.2\.weight is not finite, its weight is",
+    }[bad]
+    with pytest.raises(orlop.errors.NonFiniteError, match=rf"3 times in a row.*{text}"):
+        scaled_steps(model, optimizer, scaler, range(8))
+    assert scaler.get_scale() == 1.0
