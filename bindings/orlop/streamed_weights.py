@@ -45,7 +45,7 @@ class Entry:
             value.expand(self.parameter.size())
         )
         if self.slot is not None:
-            self.slot.home.native.adopt_weights(self.slot.home.index, laid.data_ptr())
+            self.slot.home.take_weights(self.slot, laid)
         else:
             self.host.copy_(laid)
 

@@ -1,13 +1,15 @@
-"""orlop.wrap at the edges: shared storage, overflows."""
+"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from test_wrap import Model, batch, plain, streamed, weights  # noqa: E402
+from test_wrap import Model, batch, plain, streamed, train, weights  # noqa: E402
 
 
 # --- shared storage -----------------------------------------------------------------------------
@@ -94,3 +96,57 @@ def test_overflow_at_the_floor_names_the_parameter_of_a_block(bad):
     with pytest.raises(orlop.errors.NonFiniteError, match=rf"3 times in a row.*{text}"):
         scaled_steps(model, optimizer, scaler, range(8))
     assert scaler.get_scale() == 1.0
+
+
+# --- resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["optimizer", "weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("resident", [False, True], ids=["streamed", "resident"])
+def test_resume_in_either_order_has_the_masters(dtype, first, resident):
+    """Case C-10: masters are those of the straight run right after loading, and after further steps."""
+
+    def make(seed):
+        model = Model(dtype=dtype)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.2)
+        limit = 1 << 30 if resident else 2 * 600 * dtype.itemsize
+        return orlop.wrap(model, {"lr": 1e-3}, {"limits": {"gpu": limit}})
+
+    def masters(model, optimizer):
+        return {name: optimizer.master(p) for name, p in model.named_parameters()}
+
+    model, optimizer = make(1)
+    train(model, optimizer, 4)
+    saved = {
+        "weights": copy.deepcopy(model.state_dict()),
+        "optimizer": copy.deepcopy(optimizer.state_dict()),
+    }
+    at_save = masters(model, optimizer)
+
+    other, other_optimizer = make(2)
+    targets = {"weights": other, "optimizer": other_optimizer}
+    for what in (first, next(k for k in targets if k != first)):
+        targets[what].load_state_dict(saved[what])
+    loaded = masters(other, other_optimizer)
+    assert all(torch.equal(loaded[name], at_save[name]) for name in at_save)
+    expected = train(model, optimizer, 3, first=4)
+    assert train(other, other_optimizer, 3, first=4) == expected
+    straight, resumed = masters(model, optimizer), masters(other, other_optimizer)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def test_edit_after_a_resume_is_the_master():
+    """The rest of a master that was loaded belongs to the weights that were, not to what is written later."""
+    model, optimizer = streamed(Model(dtype=torch.bfloat16))
+    train(model, optimizer, 4)
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    model, optimizer = streamed(Model(dtype=torch.bfloat16))
+    optimizer.load_state_dict(saved[1])
+    model.load_state_dict(saved[0])
+    with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
+        model.blocks[2].weight.fill_(0.0)
+    assert torch.equal(optimizer.master(model.blocks[2].weight), torch.zeros(24, 24))
