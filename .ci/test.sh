@@ -38,7 +38,9 @@ run_ctest() {  # PRESET [ctest argument ...]
   plain_addresses ctest --preset "$1" "${@:2}" --output-junit "$PWD/$results/ctest-$1.xml"
 }
 
-sanitized() {  # PRESET
+# PRESET: every program of units and integration. Without CUDA and MPI, whose libraries are not instrumented, so that
+# their synchronisation would not be seen: ranks are threads of one process.
+sanitized() {
   build "$1" "build-$1" && run_ctest "$1" -j "$jobs"
 }
 
