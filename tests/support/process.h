@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -40,6 +41,11 @@ class ChildProcess {
 // launcher keeps the others alive when one rank dies, so that they must notice by themselves.
 std::vector<std::string> mpi_command(const std::string& mpiexec, int ranks,
                                      const std::vector<std::string>& program);
+
+// Starts `ranks` processes of a program on this machine, which find each other by sockets; no
+// launcher looks after them.
+std::vector<std::unique_ptr<ChildProcess>> start_socket_ranks(
+    int ranks, const std::vector<std::string>& program);
 
 // Of this process, from /proc/self.
 size_t resident_bytes();
