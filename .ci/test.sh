@@ -45,9 +45,10 @@ sanitized() {
 }
 
 # What of `test.sh tsan`, which runs everything, has few threads or runs long for what it adds: arithmetic that other
-# programs have too, placements by the hundred, ranks whose threads communicator_test has.
+# programs have too, placements by the hundred, ranks whose threads communicator_test and
+# socket_communicator_test have.
 readonly without_threads='^(host_ops_test_.*|block_parity_test|block_golden|formats_test|offload_equals_resident_test'\
-'|ranks_equal_single_test|ranks_resume_test|bad_input_test)$'
+'|ranks_equal_single_test|ranks_resume_test|rank_processes_test|two_hosts_test|bad_input_test)$'
 
 run_pytest() {
   PYTHONPATH=$PWD/build/python $python -m pytest -q --junitxml="$results/pytest.xml" </dev/null

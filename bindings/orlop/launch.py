@@ -104,7 +104,7 @@ class _Ranks:
 
     def __init__(self) -> None:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._failed: int | None = None  # the exit code of the first
+        self._failed = 0  # the exit code of the first that failed
 
     def start(self, count: int, command: Sequence[str]) -> None:
         prctl = ctypes.CDLL(None).prctl
@@ -147,7 +147,7 @@ class _Ranks:
                 names = ", ".join(map(str, self._running))
                 print(f"orlop: still running after {_GRACE_SECONDS:.0f} s, killed: rank {names}", file=sys.stderr)
                 self.kill()
-        return self._failed or 0
+        return self._failed
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)
@@ -168,11 +168,12 @@ class _Ranks:
             if code is None:
                 continue
             del self._running[rank]
+            failed = failed or code not in (0, _INTERRUPTED)
             if code < 0:
                 print(f"orlop: rank {rank} was ended by {_signal_name(-code)}", file=sys.stderr)
                 code = 128 - code
-            failed = failed or code not in (0, _INTERRUPTED)
-            if code != 0 and self._failed is None:
+            # The others fail with 1 when one does, and may end before it.
+            if self._failed == 0 or (self._failed == 1 and code not in (0, 1)):
                 self._failed = code
         return failed
 

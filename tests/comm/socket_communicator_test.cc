@@ -19,7 +19,7 @@
 #include "host/host_queue.h"
 #include "orlop/error.h"
 #include "tests/comm/communicator_suite.h"
-#include "tests/support/process.h"
+#include "tests/support/instrumented.h"
 
 namespace orlop {
 namespace {

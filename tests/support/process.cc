@@ -136,14 +136,4 @@ size_t peak_resident_bytes() { return field_bytes("/proc/self/status", "VmHWM:")
 size_t thread_count() { return entries("/proc/self/task"); }
 size_t open_files() { return entries("/proc/self/fd"); }
 
-bool memory_is_instrumented() {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  return true;
-#elif defined(__has_feature)
-  return __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-  return false;
-#endif
-}
-
 }  // namespace orlop::test

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/instrumented.h"
+
 namespace orlop::test {
 
 // A child process that runs a program; its standard output comes line by line. Killed and reaped at
@@ -52,8 +54,5 @@ size_t resident_bytes();
 size_t peak_resident_bytes();
 size_t thread_count();
 size_t open_files();
-
-// Sanitizers take memory of their own: figures of resident memory say nothing under them.
-bool memory_is_instrumented();
 
 }  // namespace orlop::test
