@@ -127,16 +127,15 @@ class FirstRank : Joining {
       places[r].bytes = address.bytes();
     }
     tell({});
-    for (size_t r = 1; r < guests_.size(); ++r) {
-      check(send_all(guests_[r].fd.get(), places.data(), places.size() * sizeof(Place), deadline_),
-            ErrorCode::kCommunicator, "rank {} has ended while the ranks were joining", r);
-    }
+    send_to_all(places.data(), places.size() * sizeof(Place));
   }
 
-  void tell(const Answer& answer) {
+  void tell(const Answer& answer) { send_to_all(&answer, sizeof answer); }
+
+  // That a rank has ended meanwhile shows when it is heard, or in its news when all are connected.
+  void send_to_all(const void* data, size_t bytes) {
     for (size_t r = 1; r < guests_.size(); ++r) {
-      check(send_all(guests_[r].fd.get(), &answer, sizeof answer, deadline_),
-            ErrorCode::kCommunicator, "rank {} has ended while the ranks were joining", r);
+      send_all(guests_[r].fd.get(), data, bytes, deadline_);
     }
   }
 

@@ -29,7 +29,7 @@ SocketTransport::SocketTransport(const SocketOptions& options, int lanes)
     : rank_(options.rank),
       world_size_(options.world_size),
       lanes_(lanes),
-      links_(static_cast<size_t>(options.world_size * lanes)),
+      links_(index_of(options.world_size, 0)),
       events_(::epoll_create1(EPOLL_CLOEXEC)),
       woken_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   check(events_ && woken_, ErrorCode::kCommunicator, "epoll_create1, eventfd: {}",
@@ -37,7 +37,7 @@ SocketTransport::SocketTransport(const SocketOptions& options, int lanes)
   SocketLinks joined = join_by_sockets(options, lanes);
   for (int r = 0; r < world_size_; ++r) {
     for (int lane = 0; r != rank_ && lane < lanes_; ++lane) {
-      Link& link = link_to(r, lane);
+      Link& link = links_[index_of(r, lane)];
       link.fd = std::move(joined[static_cast<size_t>(r)][static_cast<size_t>(lane)]);
       watch(events_.get(), link.fd.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
             static_cast<uint64_t>(&link - links_.data()));
@@ -46,8 +46,8 @@ SocketTransport::SocketTransport(const SocketOptions& options, int lanes)
   watch(events_.get(), woken_.get(), EPOLLIN, kWoken);
 }
 
-SocketTransport::Link& SocketTransport::link_to(int rank, int lane) {
-  return links_[static_cast<size_t>(rank * lanes_ + lane)];
+size_t SocketTransport::index_of(int rank, int lane) const {
+  return static_cast<size_t>(rank) * static_cast<size_t>(lanes_) + static_cast<size_t>(lane);
 }
 
 Transport::Request SocketTransport::start(Stream& stream, std::byte* data, size_t bytes) {
@@ -63,7 +63,7 @@ Transport::Request SocketTransport::start(Stream& stream, std::byte* data, size_
 }
 
 Transport::Request SocketTransport::send(int to, int lane, const void* data, size_t bytes) {
-  Link& link = link_to(to, lane);
+  Link& link = links_[index_of(to, lane)];
   std::byte* first = static_cast<std::byte*>(const_cast<void*>(data));  // only read
   const Request request = start(link.out, first, bytes);
   write(link);
@@ -71,7 +71,7 @@ Transport::Request SocketTransport::send(int to, int lane, const void* data, siz
 }
 
 Transport::Request SocketTransport::receive(int from, int lane, void* data, size_t bytes) {
-  Link& link = link_to(from, lane);
+  Link& link = links_[index_of(from, lane)];
   const Request request = start(link.in, static_cast<std::byte*>(data), bytes);
   read(link);
   return request;
@@ -159,7 +159,7 @@ void SocketTransport::wait(std::chrono::milliseconds longest, bool) {
 }
 
 void SocketTransport::take_events(int timeout_ms) {
-  std::array<epoll_event, 64> events;
+  std::array<epoll_event, 64> events{};
   const int count =
       ::epoll_wait(events_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
   check(count >= 0 || errno == EINTR, ErrorCode::kCommunicator, "epoll_wait: {}",
@@ -181,7 +181,7 @@ void SocketTransport::take_events(int timeout_ms) {
 void SocketTransport::wake() noexcept { ::eventfd_write(woken_.get(), 1); }
 
 std::optional<Transport::Clock::time_point> SocketTransport::lost_since(int rank, int lane) const {
-  return links_[static_cast<size_t>(rank * lanes_ + lane)].lost;
+  return links_[index_of(rank, lane)].lost;
 }
 
 }  // namespace orlop

@@ -48,7 +48,7 @@ class SocketTransport final : public Transport {
     Stream* stream = nullptr;  // null: free
   };
 
-  Link& link_to(int rank, int lane);
+  size_t index_of(int rank, int lane) const;
   Request start(Stream& stream, std::byte* data, size_t bytes);
   void read(Link& link);
   void write(Link& link);
