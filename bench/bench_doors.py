@@ -6,9 +6,9 @@
 
 Parts, each on its own model of the same seed and shape, which is gone before the next one begins:
     compute  forward and backward alone, weights resident, no optimizer: what the others are compared with
-    door1    orlop.AdamW(..., module=model), weights resident
-    door2    orlop.wrap with limits.gpu = --limit
-    auto     orlop.wrap with config="auto"
+    door1    orlop.AdamW(..., module=model), weights resident, states where there is room
+    door2    orlop.wrap with limits.gpu = --limit, all states in host memory
+    auto     orlop.wrap with config="auto", states where there is room
 Every part but compute clips to a norm of 1.0 and updates exactly. A step is forward and backward of all its
 micro-batches with gradient checkpointing; it ends when the norm of its gradients is known (compute: when the device
 is done), so that the update, which runs under the next forward, counts in the next step.
@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import orlop
-from orlop import adam_gradients, forward_gate, streamed_weights
+from orlop import forward_gate, gradient_batch, streamed_weights
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -53,14 +53,14 @@ GIB = 2**30
 class HookClock:
     """Host time that Orlop's hooks take, by pass: from before the first of them is registered."""
 
-    # module, hook; all are called with the block or the parameter they belong to
+    # module or class, hook; all are called with the block or the parameter they belong to
     HOOKS = (
         (streamed_weights, "_enter"),
         (streamed_weights, "_leave"),
         (streamed_weights, "_before_backward"),
         (forward_gate, "_before_forward"),
-        (adam_gradients, "_before_accumulation"),
-        (adam_gradients, "_after_accumulation"),
+        (gradient_batch.GradientHooks, "before"),
+        (gradient_batch.GradientHooks, "after"),
     )
 
     def __init__(self):
@@ -104,6 +104,26 @@ class Host:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def part_of(name: str) -> str:
+    """ "layers.7" for a parameter of block 7, else the name of its module."""
+    words = name.split(".")
+    numbers = [i for i, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[numbers[0] - 1 : numbers[0] + 1]) if numbers else ".".join(words[:-1])
+
+
+def runs(parts) -> str:
+    """ "embed_tokens, layers.0 to layers.6": neighbours with numbers are drawn together."""
+    texts: list[list[str]] = []
+    for part in parts:
+        stem, _, number = part.rpartition(".")
+        last = texts[-1][-1].rpartition(".") if texts else ("", "", "")
+        if number.isdigit() and last[0] == stem and last[2].isdigit() and int(last[2]) + 1 == int(number):
+            texts[-1][1:] = [part]
+        else:
+            texts.append([part])
+    return ", ".join(" to ".join(text) for text in texts)
+
+
 class Bench:
     def __init__(self, options):
         self.options = options
@@ -135,8 +155,9 @@ class Bench:
             return None
         if part == "door1":
             return orlop.AdamW(model.parameters(), module=model, **hyper)
-        config = "auto" if part == "auto" else {"limits": {"gpu": self.options.limit}}
-        return orlop.wrap(model, hyper, config)[1]
+        if part == "auto":
+            return orlop.wrap(model, hyper, "auto")[1]
+        return orlop.wrap(model, hyper, {"limits": {"gpu": self.options.limit}}, states="host")[1]
 
     def run(self, part: str) -> None:
         self.host.begin()
@@ -150,8 +171,6 @@ class Bench:
         self.wait()
         opened = time.perf_counter()
         print(f"\n{part}: model {built - begin:.1f} s, door {opened - built:.1f} s", flush=True)
-        if optimizer is not None:
-            self.print_places(part, model, optimizer)
         try:
             for micro_batches in self.options.micro_batches:
                 self.measure(part, model, optimizer, micro_batches)
@@ -227,8 +246,12 @@ class Bench:
         }  # fmt: skip
         base = [r for r in self.results if r["part"] == "compute" and r["micro_batches"] == micro_batches]
         result["ratio"] = base[0]["median_s"] / median if base else None
+        if optimizer is not None:
+            result["states"] = self.states(optimizer)
         self.results.append(result)
         self.print_result(result)
+        if optimizer is not None:
+            self.print_places(part, model, optimizer)
 
     @staticmethod
     def sums(optimizer) -> dict[str, float]:
@@ -249,21 +272,29 @@ class Bench:
 
     # --- print ----------------------------------------------------------------------------------
 
+    @staticmethod
+    def states(optimizer) -> dict[str, dict]:
+        """By place: GiB of masters and moments, parameters, and the parts of the model that these belong to."""
+        found = {}
+        for where, place in optimizer.placement().items():
+            parts: dict[str, int] = defaultdict(int)
+            for name in place["parameters"]:
+                parts[part_of(name)] += 1
+            found[where] = {"gib": place["bytes"] / GIB, "parameters": len(place["parameters"]), "parts": parts}
+        return found
+
     def print_places(self, part, model, optimizer) -> None:
         if part != "door1":
             stream = stream_of(model)
             resident = sum(block.resident for block in stream.blocks)
-            print(f"  blocks resident: {resident} of {len(stream.blocks)}, "
+            print(f"    blocks resident: {resident} of {len(stream.blocks)}, "
                   f"{sum(b.bytes for b in stream.blocks) / GIB:.2f} GiB in all")  # fmt: skip
-        places: dict[tuple[str, str], int] = defaultdict(int)
-        for slot in optimizer._slots.values():
-            for key, plane in slot.planes.items():
-                places[key, plane.device.type] += plane.numel() * plane.element_size()
-        for (key, where), size in sorted(places.items()):
-            print(f"  {key}: {size / GIB:.2f} GiB in {'HBM' if where == 'cuda' else 'host memory'}")
+        for where, place in self.states(optimizer).items():
+            print(f"    states {'in host memory' if where == 'host' else f'in HBM ({where})'}: {place['gib']:.2f} GiB "
+                  f"of {place['parameters']} parameters: {runs(place['parts'])}")  # fmt: skip
         unpinned = sum(link.unpinned_bytes for link in optimizer._links.values())
         if unpinned:
-            print(f"  not pinned: {unpinned / GIB:.2f} GiB")
+            print(f"    not pinned: {unpinned / GIB:.2f} GiB", flush=True)
 
     def print_result(self, r) -> None:
         ratio = f", {r['ratio']:.3f} of compute" if r["ratio"] is not None else ""

@@ -4,7 +4,7 @@
 //   bench_step --shape l3|l7|smollm2|DIR [--tokens 16384] [--sequence 2048] [--micro-batch 8]
 //   [--steps 5]
 //              [--device auto] [--device-mem 24GiB] [--precision bf16|fp32|fp16]
-//              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host]
+//              [--resident N] [--device-optimizer N] [--prefetch N] [--activations device|host|nvme]
 //              [--clip 1.0] [--threads N] [--only step|compute|copies] [--trace FILE]
 //              [--nvme DIR[,DIR...]] [--nvme-optimizer N] [--nvme-params N] [--host-mem 8GiB]:
 //              states of all blocks, or of the last N, on drives, see step_drives.h

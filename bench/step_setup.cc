@@ -89,7 +89,10 @@ EngineConfig make_config(const Options& options, int64_t tokens) {
   if (options.has("prefetch"))
     config.placement.prefetch_depth = static_cast<int>(options.number("prefetch", 1));
   if (options.has("activations")) {
-    config.placement.activations_on_device = options.get("activations", "") == "device";
+    const std::string home = options.get("activations", "");
+    config.placement.activations = home == "device" ? Tier::kDevice
+                                   : home == "nvme" ? Tier::kNvme
+                                                    : Tier::kHost;
   }
   return config;
 }

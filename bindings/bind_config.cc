@@ -88,10 +88,12 @@ void bind_memory(py::module_& module) {
   placement.def_readwrite("prefetch_depth", &PlacementConfig::prefetch_depth)
       .def_readwrite("resident_blocks", &PlacementConfig::resident_blocks)
       .def_readwrite("device_optimizer_blocks", &PlacementConfig::device_optimizer_blocks)
-      .def_readwrite("activations_on_device", &PlacementConfig::activations_on_device)
+      .def_readwrite("activations", &PlacementConfig::activations)
       .def_readwrite("wave", &PlacementConfig::wave)
       .def_readwrite("nvme_optimizer_blocks", &PlacementConfig::nvme_optimizer_blocks)
       .def_readwrite("nvme_param_blocks", &PlacementConfig::nvme_param_blocks)
+      .def_readwrite("nvme_optimizer_share", &PlacementConfig::nvme_optimizer_share)
+      .def_readwrite("nvme_param_share", &PlacementConfig::nvme_param_share)
       .def_readwrite("swap_chunk", &PlacementConfig::swap_chunk);
 }
 

@@ -1,6 +1,11 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <vector>
 
 #include "bindings/bind.h"
+#include "orlop/cpu_adam.h"
 #include "orlop/device_optimizer.h"
 
 namespace py = pybind11;
@@ -15,34 +20,46 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Gradients of one stream, and where their square sums go: one DeviceSquareSum each, from `results`
+// on, in the order of `rows`.
+void square_sums(const std::vector<std::tuple<Address, DType, int64_t>>& gradients,
+                 const std::vector<int64_t>& rows, Address results, Address scratch, int device,
+                 Address stream) {
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    const auto& [values, dtype, numel] = gradients[i];
+    device_square_sum(pointer<const void>(values), dtype, numel,
+                      pointer<DeviceSquareSum>(results) + rows.at(i), pointer<void>(scratch),
+                      {device, pointer<void>(stream)});
+  }
+}
+
+void adam_steps(const std::vector<AdamShard>& shards, const std::vector<AdamHyper>& hypers,
+                float grad_scale, Address scratch, int device, Address stream) {
+  for (size_t i = 0; i < shards.size(); ++i) {
+    device_adam_step(shards[i], hypers.at(i), grad_scale, pointer<void>(scratch),
+                     {device, pointer<void>(stream)});
+  }
+}
+
 }  // namespace
 
 void bind_device_optimizer(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   module.def("device_optimizer_scratch_bytes", &device_optimizer_scratch_bytes, py::arg("numel"),
              Release(), "Device memory that device_adam_step and device_square_sum need.");
-  module.def(
-      "device_adam_step",
-      [](const AdamShard& shard, const AdamHyper& hyper, float grad_scale, Address scratch,
-         int device, Address stream) {
-        device_adam_step(shard, hyper, grad_scale, pointer<void>(scratch),
-                         {device, pointer<void>(stream)});
-      },
-      py::arg("shard"), py::arg("hyper"), py::arg("grad_scale"), py::arg("scratch"),
-      py::arg("device"), py::arg("stream"), Release(),
-      "Issues one Adam step over planes in device memory; the bits are the host's.");
-  module.def(
-      "device_square_sum",
-      [](Address values, int64_t numel, Address result, Address scratch, int device,
-         Address stream) {
-        device_square_sum(pointer<const float>(values), numel, pointer<DeviceSquareSum>(result),
-                          pointer<void>(scratch), {device, pointer<void>(stream)});
-      },
-      py::arg("values"), py::arg("numel"), py::arg("result"), py::arg("scratch"), py::arg("device"),
-      py::arg("stream"), Release(),
-      "Issues the sum of squares of fp32 values; `result` is 16 bytes of device memory: an fp64 "
-      "sum "
-      "and the int64 index of the first NaN or Inf, or -1.");
+  module.def("device_adam_steps", &adam_steps, py::arg("shards"), py::arg("hypers"),
+             py::arg("grad_scale"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
+             Release(),
+             "Issues one Adam step over the planes of each shard, in device memory; the bits are "
+             "the host's.");
+  module.def("device_square_sums", &square_sums, py::arg("gradients"), py::arg("rows"),
+             py::arg("results"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
+             Release(),
+             "Issues the sums of squares of gradients (address, dtype, numel). `results` is device "
+             "memory, 16 bytes a row: an fp64 sum and the int64 index of the first NaN or Inf, or "
+             "-1; `rows` tells the row of each.");
+  module.def("adam_step", &adam_step, py::arg("shard"), py::arg("hyper"), py::arg("grad_scale"),
+             py::arg("threads"), Release(), "One Adam step over planes in host memory.");
 
   py::class_<AdamShard> shard(module, "AdamShard", "Planes of one tensor, given by address.");
   def_keyword_init<AdamShard>(shard);

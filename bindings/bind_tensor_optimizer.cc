@@ -100,9 +100,15 @@ class OptimizerHandle {
     });
   }
 
-  uint32_t measure(int64_t tensor, const GradientView& gradient, Address wait, Address handle,
+  uint32_t measure(const std::vector<int64_t>& tensors, Address wait, Address handle,
                    const py::object& owner) {
-    return keep(owner, [&] { return get().measure(tensor, gradient, make_fence(wait, handle)); });
+    return keep(owner, [&] { return get().measure(tensors, make_fence(wait, handle)); });
+  }
+
+  // Their weights, where they are Python's, stay referenced: they may be those of another tensor.
+  void release(const std::vector<int64_t>& tensors) {
+    const py::gil_scoped_release release;
+    for (const int64_t tensor : tensors) get().release(tensor);
   }
 
   void synchronize() {
@@ -160,7 +166,8 @@ void bind_values(py::module_& module) {
       .def_readwrite("weight_decay", &AdamHyper::weight_decay)
       .def_readwrite("decoupled", &AdamHyper::decoupled)
       .def_readwrite("maximize", &AdamHyper::maximize)
-      .def_readwrite("step", &AdamHyper::step);
+      .def_readwrite("step", &AdamHyper::step)
+      .def_readwrite("seed", &AdamHyper::seed);
 
   py::class_<TensorSpec> spec(module, "TensorSpec",
                               "weights: address of the caller's host memory, or 0 for a copy that "
@@ -281,8 +288,11 @@ void bind_tensor_optimizer(py::module_& module) {
       .def("round_sum", &OptimizerHandle::round_sum, py::arg("tensor"), py::arg("sum"),
            py::arg("owner"),
            "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")
-      .def("measure", &OptimizerHandle::measure, py::arg("tensor"), py::arg("gradient"),
-           py::arg("wait") = 0, py::arg("handle") = 0, py::arg("owner") = py::none())
+      .def("measure", &OptimizerHandle::measure, py::arg("tensors"), py::arg("wait") = 0,
+           py::arg("handle") = 0, py::arg("owner") = py::none(),
+           "Submits the norms of kept gradients; `owner` is referenced until synchronize().")
+      .def("release", &OptimizerHandle::release, py::arg("tensors"),
+           "Gives the states of these tensors up; planes that are still held keep their memory.")
       .def(
           "measured",
           [](OptimizerHandle& self, int64_t tensor) {

@@ -64,8 +64,9 @@ void orlop_cuda_adam_step(const orlop::AdamShard* shard, const orlop::AdamHyper*
 using OrlopCudaAdamStep = void (*)(const orlop::AdamShard*, const orlop::AdamHyper*, float, void*,
                                    const orlop::DeviceStream*);
 
-void orlop_cuda_square_sum(const float* values, int64_t numel, orlop::DeviceSquareSum* result,
-                           void* scratch, const orlop::DeviceStream* stream);
-using OrlopCudaSquareSum = void (*)(const float*, int64_t, orlop::DeviceSquareSum*, void*,
-                                    const orlop::DeviceStream*);
+void orlop_cuda_square_sum(const void* values, orlop::DType dtype, int64_t numel,
+                           orlop::DeviceSquareSum* result, void* scratch,
+                           const orlop::DeviceStream* stream);
+using OrlopCudaSquareSum = void (*)(const void*, orlop::DType, int64_t, orlop::DeviceSquareSum*,
+                                    void*, const orlop::DeviceStream*);
 }

@@ -36,10 +36,12 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
                        issued);
 }
 
-ORLOP_EXPORT void orlop_cuda_square_sum(const float* values, int64_t numel, DeviceSquareSum* result,
-                                        void* scratch, const DeviceStream* stream) {
+ORLOP_EXPORT void orlop_cuda_square_sum(const void* values, DType dtype, int64_t numel,
+                                        DeviceSquareSum* result, void* scratch,
+                                        const DeviceStream* stream) {
   const DeviceScope scope(stream->device);
-  kernels::round_grad({.grad = values,
+  kernels::square_sum({.values = values,
+                       .dtype = dtype,
                        .square_sum = &result->sum,
                        .first_nonfinite = &result->first_nonfinite,
                        .scratch = scratch,

@@ -85,7 +85,6 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   Verify verify = Verify::kOff;
   size_t alignment = 1;
   size_t slot_bytes = 0;
-  uint64_t writes_per_day = 0;
 
   mutable std::mutex mutex;  // guards the rest
   std::condition_variable idle;
@@ -126,7 +125,6 @@ void Swapper::start_up(const SwapperOptions& options) {
   state_ = std::make_shared<State>();
   State& state = *state_;
   state.verify = options.verify;
-  state.writes_per_day = options.writes_per_day_bytes;
   const std::string run_id = options.run_id.empty() ? default_run_id() : options.run_id;
   for (const std::string& directory : options.directories) {
     state.files.push_back(std::make_unique<ShardFile>(
@@ -157,9 +155,9 @@ void Swapper::start_up(const SwapperOptions& options) {
                             file.direct_io().why_not,
                             measures || !options.bandwidths.empty() ? weights[i] : 0, bytes});
   }
-  if (state.writes_per_day > 0) {
-    state.ledger = WriteLedger(
-        fmt::format("{}/orlop-r{}.writes", absolute_path(options.directories[0]), options.rank));
+  if (options.keep_count_of_day) {
+    state.ledger =
+        WriteLedger(absolute_path(options.directories[0]), options.rank, options.world_size);
   }
   state.queue = queue_.get();
   keep_ = options.keep;
@@ -404,16 +402,6 @@ SwapStats Swapper::stats() const {
   stats.day_bytes_written = state_->ledger.bytes_today();
   stats.retries = queue_->stats().retries;
   return stats;
-}
-
-void Swapper::check_write_budget(uint64_t bytes) const {
-  const uint64_t limit = state_->writes_per_day;
-  const uint64_t written = stats().day_bytes_written;
-  check(limit == 0 || written + bytes <= limit, ErrorCode::kDoesNotFit,
-        "limits.nvme_writes_per_day is {}: {} were written since midnight UTC and the next step "
-        "writes "
-        "{}; raise the limit or keep more of the states in host memory",
-        format_bytes(limit), format_bytes(written), format_bytes(bytes));
 }
 
 size_t Swapper::alignment() const { return state_->alignment; }

@@ -31,9 +31,10 @@ struct SwapperOptions {
   Verify verify = Verify::kSample;
   IoEngine engine = IoEngine::kAuto;
   IoQueueOptions queue;
-  // 0: no limit. With one, the count of the day is kept in "orlop-r<rank>.writes" in the first
-  // directory, which stays there, so that it holds over several runs.
-  uint64_t writes_per_day_bytes = 0;
+  // The count of the day is kept in "orlop-r<rank>.writes" in the first directory, which stays
+  // there, so that it holds over several runs.
+  bool keep_count_of_day = false;
+  int world_size = 1;  // counts that ranks beyond it have left there are taken over
 };
 
 struct SwapRequest {
@@ -105,8 +106,6 @@ class Swapper {
   // Starts the step's counters and saves the count of the day.
   void begin_step();
   SwapStats stats() const;
-  // Throws Error(kDoesNotFit) when `bytes` more would pass writes_per_day_bytes.
-  void check_write_budget(uint64_t bytes) const;
 
   size_t alignment() const;   // of slots, in memory and in length, bytes
   size_t slot_bytes() const;  // that the largest chunk needs

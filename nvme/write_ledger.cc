@@ -1,27 +1,70 @@
 #include "nvme/write_ledger.h"
 
+#include <fmt/format.h>
+
+#include <charconv>
 #include <ctime>
 #include <fstream>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/log.h"
 
 namespace orlop::nvme {
 namespace {
 
+namespace fs = std::filesystem;
+
+constexpr std::string_view kPrefix = "orlop-r";
+constexpr std::string_view kSuffix = ".writes";
+
 int64_t today() {
   constexpr int64_t kSecondsPerDay = 86'400;
   return std::time(nullptr) / kSecondsPerDay;
 }
 
-}  // namespace
-
-WriteLedger::WriteLedger(std::string path) : path_(std::move(path)) {
+uint64_t read_today(const fs::path& path) {
   int64_t day = 0;
   uint64_t bytes = 0;
-  if (!path_.empty() && std::ifstream(path_) >> day >> bytes) {
-    day_ = day;
-    bytes_ = bytes;
+  return std::ifstream(path) >> day >> bytes && day == today() ? bytes : 0;
+}
+
+// R of "orlop-rR.writes", or -1.
+int rank_of_file(const std::string& file) {
+  std::string_view name = file;
+  if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) return -1;
+  name.remove_prefix(kPrefix.size());
+  name.remove_suffix(kSuffix.size());
+  int rank = -1;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), rank);
+  return error == std::errc() && end == name.data() + name.size() ? rank : -1;
+}
+
+std::vector<fs::path> files_of_ranks_from(const fs::path& directory, int first) {
+  std::vector<fs::path> files;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
+    if (rank_of_file(entry.path().filename().string()) >= first) files.push_back(entry.path());
+  }
+  return files;
+}
+
+}  // namespace
+
+// Several ranks may see a file that nobody owns any more: the one that can rename it has it.
+WriteLedger::WriteLedger(const fs::path& directory, int rank, int world_size)
+    : path_(directory / fmt::format("{}{}{}", kPrefix, rank, kSuffix)) {
+  add(read_today(path_));
+  for (const fs::path& file : files_of_ranks_from(directory, world_size)) {
+    const fs::path taken = path_.string() + ".taken";
+    std::error_code error;
+    fs::rename(file, taken, error);
+    if (error) continue;
+    add(read_today(taken));
+    save();
+    fs::remove(taken, error);
   }
 }
 
@@ -37,7 +80,7 @@ void WriteLedger::save() noexcept {
   std::ofstream file(path_, std::ios::trunc);
   file << day_ << ' ' << bytes_ << '\n';
   if (file.flush() || std::exchange(said_, true)) return;
-  log_warning("cannot write {}: the limit of writes per day counts this run alone", path_);
+  log_warning("cannot write {}: the limit of writes per day counts this run alone", path_.string());
 }
 
 }  // namespace orlop::nvme

@@ -1,17 +1,20 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <filesystem>
 
 namespace orlop::nvme {
 
-// Counts bytes written since midnight UTC, over all runs that use the same file, so that a limit
-// per day holds when a run is started again. Not thread-safe.
+// Counts bytes written since midnight UTC, over all runs that use the same directory, so that a
+// limit per day holds when a run is started again. Not thread-safe.
 class WriteLedger {
  public:
-  // Takes over what `path` says about today; a file that is missing or unreadable counts as
-  // nothing. An empty path keeps the count in memory only.
-  explicit WriteLedger(std::string path = {});
+  // Keeps the count in memory only.
+  WriteLedger() = default;
+  // Keeps it in "orlop-r<rank>.writes". Takes over what that file says about today, and what the
+  // files of ranks that a run of `world_size` does not have say, which are removed; a file that is
+  // missing or unreadable counts as nothing.
+  WriteLedger(const std::filesystem::path& directory, int rank, int world_size);
 
   void add(uint64_t bytes);
   uint64_t bytes_today() const;
@@ -19,7 +22,7 @@ class WriteLedger {
   void save() noexcept;
 
  private:
-  std::string path_;
+  std::filesystem::path path_;
   int64_t day_ = 0;  // since 1970
   uint64_t bytes_ = 0;
   bool said_ = false;

@@ -8,7 +8,7 @@ import math
 import torch
 
 from . import errors
-from .optimizer_slot import MASTER_KEY, MOMENT_KEYS
+from .state_home import MASTER_KEY, MOMENT_KEYS
 
 _REFUSED = {
     "amsgrad": "the maximum of exp_avg_sq is not kept",

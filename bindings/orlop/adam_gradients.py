@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import weakref
 
 from . import errors, torch_support
 from .torch_support import torch
 
 from .adam_checks import check_hyperparameters  # isort: skip
+from .gradient_batch import Collector, GradientHooks, Unit, take  # isort: skip
+from .state_home import measure_on_device  # isort: skip
 
 _log = logging.getLogger("orlop")
+_UNIT_BYTES = 16 << 20  # of gradients that wait for each other where no module tells of blocks
 
 
 class GradientSide:
@@ -23,17 +24,37 @@ class GradientSide:
             self._gradients == "auto" and (self._is_away(p) or self._module is not None)
         )
 
-    def _hook(self, p):
-        if p in self._hooks or not p.requires_grad:
-            return
-        reference = weakref.ref(self)
-        self._hooks[p] = [
-            p.register_hook(functools.partial(_before_accumulation, reference, weakref.ref(p))),
-            p.register_post_accumulate_grad_hook(functools.partial(_after_accumulation, reference)),
-        ]
+    def _hook(self, slot):
+        p = slot.param
+        if p in self._hooks:  # of a slot before it
+            self._hooks[p][0].follow(slot)
+        elif p.requires_grad:
+            self._hooks[p] = [GradientHooks(slot)]
+
+    def _make_units(self, slots):
+        """The parameters of a block, or, where no module tells of blocks, some that follow each other, are taken
+        together: with the last of them."""
+        part, size = None, 0
+        for slot in slots:
+            if not self._leaves(slot.param):
+                continue
+            if self._gate is not None:
+                part = self._gate.unit_of(slot.param), slot.device
+            elif part is None or size >= _UNIT_BYTES or part[1] != slot.device:
+                part, size = (len(self._units), slot.device), 0
+            size += slot.param.nbytes
+            collector = self._collectors.setdefault(slot.device, Collector())
+            slot.unit = self._units.setdefault(part, Unit(collector))
+            slot.unit.count += 1
+
+    def _flush(self):
+        """Gradients that wait for the rest of their unit are taken as it is."""
+        for collector in self._collectors.values():
+            collector.flush()
 
     def _gather(self):
         """(slot, group) of every parameter with a gradient, in the order of the groups."""
+        self._flush()
         self._follow_moves()
         late = [
             p
@@ -55,9 +76,9 @@ class GradientSide:
                     slot.drop_gradient()
                     self._check_gradient(p)
                     if slot.link and self._leaves(p):
-                        slot.take_gradient()
+                        take([slot])
                     elif slot.link:
-                        slot.copy_gradient()
+                        slot.lend_gradient()
                 slot.settle()
                 work.append((slot, group))
         return work
@@ -79,6 +100,8 @@ class GradientSide:
     def _norm(self, work):
         """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
         square_sum, bad = 0.0, None
+        unmeasured = [slot for slot, _ in work if slot.home.on_device and not slot.home.measured]
+        measure_on_device(unmeasured)
         for slot, _ in work:
             total, finite = slot.squares()
             square_sum += total * slot.factor**2
@@ -139,6 +162,7 @@ class GradientSide:
 
     def zero_grad(self, set_to_none=True):
         """As in torch; gradients that have left are dropped."""
+        self._flush()
         for slot in self._slots.values():
             if slot.is_away and not set_to_none:
                 slot.drop_gradient()
@@ -146,18 +170,3 @@ class GradientSide:
             else:
                 slot.drop_gradient()
         super().zero_grad(set_to_none)
-
-
-def _before_accumulation(optimizer, parameter, _gradient):
-    """Tensor hook: backward is about to write `p.grad`."""
-    owner, p = optimizer(), parameter()
-    if owner is not None and p in owner._slots:
-        owner._slots[p].before_accumulation()
-
-
-def _after_accumulation(optimizer, p):
-    """Post-accumulate hook: `p.grad` is there."""
-    owner = optimizer()
-    if owner is not None and p in owner._slots:
-        with torch.no_grad():
-            owner._slots[p].take_gradient()

@@ -9,7 +9,8 @@ from .torch_support import torch
 
 from .adam_checks import match_groups, match_states  # isort: skip
 from .gradient_sum import room_report  # isort: skip
-from .optimizer_slot import MASTER_KEY, MOMENT_KEYS  # isort: skip
+from .placement import describe  # isort: skip
+from .state_home import MASTER_KEY, MOMENT_KEYS  # isort: skip
 
 _log = logging.getLogger("orlop")
 
@@ -22,8 +23,7 @@ class StateSide:
         slot = self._slot_of(p)
         self.synchronize()
         slot.follow_weights()
-        values = torch.from_numpy(self._native.read_master(slot.index, slot.numel))
-        return values.as_strided(p.size(), p.stride())
+        return slot.home.read_master(slot).as_strided(p.size(), p.stride())
 
     @torch.no_grad()
     def set_master(self, p, value):
@@ -33,17 +33,31 @@ class StateSide:
         slot.follow_weights()
         value = torch.as_tensor(value, dtype=torch.float32, device="cpu").expand(p.shape)
         laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
-        self._native.write_master(slot.index, torch_support.flat(laid).numpy())
-        if slot.link:
-            slot.link.write_weights(slot)
+        slot.home.write_master(slot, torch_support.flat(laid))
         slot.wrote_weights()
+
+    def placement(self):
+        """Where masters and moments live: {"host" or a device: {"bytes": ..., "parameters": [names]}}."""
+        return self._placement.report()
+
+    def __repr__(self):
+        return f"{super().__repr__()[:-1]}States: {describe(self.placement())}\n)"
+
+    def home_changed(self, slot, old):
+        """The states of a slot have left the home `old`: what torch's state shows are those where they are."""
+        state = self.state[slot.param] if slot.param in self.state else {}
+        for key, plane in slot.planes.items():
+            if state.get(key) is old.planes[key]:
+                state[key] = plane
+        if self._is_streamed(slot.param):
+            self._stream.home_is(slot)
 
     def memory_report(self):
         """Bytes by purpose, in host memory where no device is named; the states of frozen parameters do not exist."""
         return {**self._native.memory_report(), **room_report(self._slots.values())}
 
     def _show_state(self, p):
-        """The entry of `self.state`, whose tensors are the host memory itself. What a user took out of it
+        """The entry of `self.state`, whose tensors are the states themselves. What a user took out of it
         starts anew; what a user put in its place is taken over."""
         state, slot = self.state[p], self._slots[p]
         fresh = "step" not in state
@@ -60,7 +74,8 @@ class StateSide:
         return state
 
     def state_dict(self):
-        """torch's layout. As with torch's optimizers the tensors are the live ones: copy them to keep them.
+        """torch's layout. As with torch's optimizers the tensors are the live ones, where they live: copy them to
+        keep them; after the first step, which may move them, these are others.
         16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks."""
         self.synchronize()
         return super().state_dict()
@@ -97,6 +112,6 @@ class StateSide:
         rest = state.get(MASTER_KEY[p.dtype])
         if rest is not None:
             slot.planes[MASTER_KEY[p.dtype]].copy_(rest)
-            slot.loaded_rest = rest.detach().clone() if slot.link else None
+            slot.loaded_rest = rest.detach().clone() if slot.link and not slot.home.on_device else None
         self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
         self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})

@@ -1,9 +1,7 @@
-"""Door 1: a torch.optim.Optimizer whose states live in host memory and whose update runs there."""
+"""Door 1: a torch.optim.Optimizer whose states live in host memory, and in what is free on the device."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import weakref
 
@@ -12,19 +10,22 @@ from .torch_support import torch
 
 from .adam_checks import check_choice, check_hyperparameters  # isort: skip
 from .adam_gradients import GradientSide  # isort: skip
+from .adam_slots import SlotSide  # isort: skip
 from .adam_state import StateSide  # isort: skip
-from .device_link import DeviceLink  # isort: skip
+from .adam_update import UpdateSide  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
-from .optimizer_slot import MOMENT_KEYS, Slot  # isort: skip
+from .gradient_batch import Collector, Unit  # isort: skip
+from .optimizer_slot import Slot  # isort: skip
+from .placement import Placement, states_limit  # isort: skip
 
-_log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ISSUING_THREADS = 2  # Python's and autograd's
 _live: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
-class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019) with masters, moments and, on a GPU, gradients in host memory.
+class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter 2019) with masters, moments and, on a GPU, gradients in host memory or in what is
+    free on the GPU.
 
     A drop-in for torch.optim.AdamW: the same arguments, param_groups and state_dict, in fp32 equal to it
     within rounding. 16-bit parameters have an exact fp32 master: 10 bytes of host memory per bf16 element
@@ -38,8 +39,14 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).
-    device_limit: bytes of tensors on a GPU, all of torch's counted, up to which fp32 sums of micro-batches stay
-        there; what would exceed it is summed in host memory. None: what is free, less a reserve.
+    states: where masters and moments of parameters on a GPU live, and their update runs; the bits are the same.
+        "auto": they begin in host memory; after the first step, whose highest use of GPU memory is known then, those
+        that fit beside it move to the GPU, with their gradients, in the order in which a forward uses the weights:
+        the update of the first would have nothing to hide under. "host": all in host memory. A number: at most so
+        many bytes of states and their gradients on the GPU. `placement()` and repr() show which live where.
+    device_limit: bytes of tensors on a GPU, all of torch's counted, up to which states and fp32 sums of
+        micro-batches are kept there; what would exceed it is in host memory. None: what is free, less a reserve of
+        1 GiB and a sixteenth of all.
     threads: of the host update; 0 takes OMP_NUM_THREADS, or the physical cores. Beside a GPU two of these are
         left to the threads that issue its work, without which forward and backward wait for the host.
     """
@@ -64,6 +71,7 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
         gradients="auto",
         nonfinite="skip",
         moments="fp32",
+        states="auto",
         threads=0,
         device_limit=None,
         stream=None,
@@ -74,10 +82,13 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
         self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
         self._device_limit = device_limit
+        self._placement = Placement(self, states_limit(states))
         self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
-        self._links: dict[torch.device, DeviceLink] = {}
+        self._links: dict[torch.device, object] = {}
         self._hooks: dict[torch.Tensor, list] = {}
+        self._collectors: dict[torch.device, Collector] = {}
+        self._units: dict[tuple, Unit] = {}
         self._gate = None
         self._ready = False
         self.steps = 0  # calls of step() that changed something
@@ -109,6 +120,7 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
         if module is not None:
             self._gate = ForwardGate(self, module)
             self._hooks[None] = self._gate.handles
+        self._make_units(self._slots.values())
         _live.add(self)
         self._finalizer = weakref.finalize(
             self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
@@ -171,95 +183,6 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
             self._names[p] = given[position] if given else f"parameter {position} of group {group} {shape}"
         return self._names[p]
 
-    def _slot_of(self, p):
-        if p not in self._slots:
-            raise errors.UsageError(
-                "this tensor is frozen or not a parameter of the optimizer: it has no states"
-            )
-        return self._slots[p]
-
-    def _is_away(self, p):
-        """Whether the weights are not the optimizer's own memory, so that they have to be copied."""
-        return p.is_cuda or self._is_streamed(p)
-
-    def _is_streamed(self, p):
-        return self._stream is not None and self._stream.owns(p)
-
-    def _link_of(self, p):
-        """What copies gradients down and weights up; None where the optimizer works on them in place."""
-        if self._is_streamed(p):
-            return self._stream.link
-        if not self._is_away(p):
-            return None
-        if p.device not in self._links:
-            shared = self._stream.device_link if self._stream is not None else None
-            self._links[p.device] = shared or DeviceLink(p.device, self._device_limit)
-        return self._links[p.device]
-
-    def _adopt(self, params):
-        """Makes room for the states of parameters that have none yet, in one piece."""
-        params = [p for p in params if p not in self._slots]
-        if not params:
-            return
-        leaves = [self._leaves(p) for p in params]
-        if any(leaves) and (ranks := _world_size()) > 1:
-            raise errors.UsageError(
-                f'gradients="leave" takes gradients before {ranks} ranks have averaged them; '
-                'use gradients="stay"'
-            )
-        specs = [
-            _orlop.TensorSpec(
-                name=self._names[p],
-                dtype=torch_support.DTYPES[p.dtype],
-                moment_dtype=torch_support.DTYPES[self._moments],
-                numel=p.numel(),
-                weights=0 if self._is_away(p) else p.data_ptr(),
-                keep_gradient=leave or self._is_away(p),
-                seed=len(self._slots) + i,
-            )
-            for i, (p, leave) in enumerate(zip(params, leaves, strict=True))
-        ]
-        first = self._native.add(specs, [None if self._is_away(p) else p.detach() for p in params])
-        slot_links = [self._link_of(p) for p in params]
-        if self._stream is not None and self._stream.device_link is not None:
-            self._links.setdefault(self._stream.device_link.device, self._stream.device_link)
-        for link in self._links.values():
-            link.pin(self._native.ranges())
-        for i, (p, link) in enumerate(zip(params, slot_links, strict=True)):
-            held = leaves[i] or bool(link)
-            slot = Slot(self._native, first + i, p, self._names[p], self._moments, link, held)
-            slot.measures = self._nonfinite != "apply"
-            if self._is_streamed(p):
-                self._stream.home_is(slot)
-            self._slots[p] = slot
-            if leaves[i]:
-                self._hook(p)
-
-    def _follow_moves(self):
-        """Parameters that `module.to()` took to another device or dtype get new room, states included."""
-        if all(s.device == p.device and s.dtype == p.dtype for p, s in self._slots.items()):
-            return
-        old, moments = self._native, {}
-        for p, slot in self._slots.items():
-            slot.drop_gradient()
-            if p in self.state:
-                moments[p] = {key: slot.planes[key].clone() for key in MOMENT_KEYS}
-        params = list(self._slots)
-        self._check_groups(self.param_groups)
-        self._slots = {}
-        for link in self._links.values():
-            link.unpin()
-        old.close()
-        for p in params:
-            if p in self.state:
-                self.state[p] = {"step": self.state[p]["step"]}
-        self._native = self._parts[0] = _orlop.TensorOptimizer(self._threads)
-        self._adopt(params)
-        for p, saved in moments.items():
-            for key, value in saved.items():
-                self._slots[p].planes[key].copy_(value)
-            self._show_state(p)
-
     # --- step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -279,54 +202,8 @@ class AdamW(GradientSide, StateSide, torch.optim.Optimizer):
         self.step_was_skipped = self._nonfinite != "apply" and not self._check_finite(work)
         if not self.step_was_skipped and work:
             self._update(work)
+            self._placement.after_step()
         return loss
-
-    def _update(self, work):
-        if self._gate is not None:
-            rank = self._gate.rank
-            work = sorted(work, key=lambda item: rank.get(item[0].param, -1))
-        self.steps += 1
-        for link in self._links.values():
-            link.begin_uploads()
-        for factor, run in itertools.groupby(work, key=lambda item: item[0].factor):
-            run = list(run)
-            updates, owners = [], []
-            for slot, group in run:
-                slot.follow_weights()
-                view, owner = slot.view()
-                hyper = self._hyper(slot, group)
-                updates.append(_orlop.TensorUpdate(slot.index, view, hyper, *slot.fence(), slot.is_written()))
-                owners += [owner, slot.arrival]
-            version = self._native.update(updates, factor, self.steps, owners)
-            for slot, _ in run:
-                slot.job = version
-                self.state[slot.param]["step"] += 1
-                if slot.link:
-                    slot.link.upload(self._native, slot, version)
-                slot.wrote_weights()
-        if self._stream is not None:
-            self._stream.fetch_resident()
-        if self._gate is not None:
-            self._gate.close([slot for slot, _ in work])
-            return
-        for link in self._links.values():
-            link.make_current_stream_wait()
-        if any(slot.link is None for slot, _ in work):
-            self.synchronize()
-
-    def _hyper(self, slot, group):
-        state = self._show_state(slot.param)
-        beta1, beta2 = group["betas"]
-        return _orlop.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            maximize=bool(group["maximize"]),
-            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-            step=int(state["step"]) + 1,
-        )
 
     def synchronize(self):
         """Waits until every weight of the last step is written; raises what went wrong."""
@@ -366,11 +243,6 @@ class Adam(AdamW):
 def live_optimizers():
     """Every AdamW of this process that is not gone or closed."""
     return [optimizer for optimizer in _live if optimizer._finalizer.alive]
-
-
-def _world_size():
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _shut_down(owner, hooks, links, parts):

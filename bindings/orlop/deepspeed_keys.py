@@ -122,7 +122,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_param.buffer_size": Key("B", 1e8, _STREAM),
     "zero_optimization.offload_param.max_in_cpu": Key("B", 1e9, _STREAM),
     "zero_optimization.offload_param.pin_memory": Key("B", True, "pinned where there is a GPU"),
-    "zero_optimization.offload_optimizer.device": Key("A", "none", "cpu, none: host memory either way; nvme is refused"),
+    "zero_optimization.offload_optimizer.device": Key("A", "none", "cpu: host memory; none: what fits on the GPU stays there; nvme is refused"),
     "zero_optimization.offload_optimizer.nvme_path": Key("B", None, "used with device nvme only", (str, list)),
     "zero_optimization.offload_optimizer.buffer_count": Key("B", 4, _UPDATE),
     "zero_optimization.offload_optimizer.pin_memory": Key("B", True, "pinned where there is a GPU"),

@@ -10,6 +10,8 @@ from collections import deque
 import torch
 
 from .device_room import DeviceRoom
+from .device_states import DeviceStates
+from .torch_support import flat
 
 _log = logging.getLogger("orlop")
 
@@ -40,11 +42,13 @@ def _driver():
 
 
 class DeviceLink:
-    """Two streams of one device beside torch's own: gradients down, weights up."""
+    """Streams of one device beside torch's own: gradients down, weights up, and in `states` the updates of what
+    lives there. Homes are those of parameters in host memory (state_home.HostHome)."""
 
     def __init__(self, device: torch.device, limit: int | None = None):
         self.device = device
-        self._room = DeviceRoom(device, limit)
+        self.room = DeviceRoom(device, limit)
+        self.states = DeviceStates(device)
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
         self._pinned: dict[int, int] = {}  # bytes by address
@@ -72,39 +76,52 @@ class DeviceLink:
                     size / 2**30, sum(self._pinned.values()) / 2**30, status,
                 )  # fmt: skip
 
-    def unpin(self) -> None:
-        """Waits for all copies, then gives the registrations and the room on the device back."""
+    def pin_no_more_than(self, ranges: list[tuple[int, int]]) -> None:
+        """Gives the registrations of all other memory back, before that memory itself goes. Waits for copies."""
         self.down.synchronize()
         self.up.synchronize()
-        for address in self._pinned:
+        kept = {address for address, _ in ranges}
+        for address in [address for address in self._pinned if address not in kept]:
             self._driver.cuMemHostUnregister(address)
-        self._pinned.clear()
+            del self._pinned[address]
         self._gates.clear()
+
+    def unpin(self) -> None:
+        """Waits for all copies and updates, then gives the registrations and the room on the device back."""
+        self.states.clear()
+        self.pin_no_more_than([])
         self._leaving.clear()
         self._leaving_bytes = 0
-        self._room.clear()
+        self.room.clear()
 
     close = unpin
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of the optimizer's memory is."""
+        return self._driver is not None and self.unpinned_bytes == 0
 
     def _is_pinned(self, address: int) -> bool:
         return any(begin <= address < begin + size for begin, size in self._pinned.items())
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def offload(self, grad: torch.Tensor, slot) -> torch.cuda.Event:
-        """Copies a gradient (numel) that torch's current stream has written to where the slot keeps it, behind
-        the slot's last job; returns its arrival. This thread waits only where too much is on its way."""
-        host = slot.host_gradient
-        self._bound_leaving(grad.numel() * grad.element_size())
+    def offload(self, grads: list[torch.Tensor], homes: list) -> torch.cuda.Event:
+        """Copies gradients (numel) that torch's current stream has written to where the homes keep them, behind the
+        homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
+        size = sum(grad.nbytes for grad in grads)
+        self._bound_leaving(size)
         self.down.wait_stream(torch.cuda.current_stream(self.device))
-        if slot.job and not self._wait_on_device(self.down, slot, slot.job):
-            slot.native.wait([slot.index])
+        newest = max(homes, key=lambda home: home.job)  # jobs run in order
+        if newest.job and not self._wait_on_device(self.down, newest, newest.job):
+            newest.native.wait([newest.index])
         with torch.cuda.stream(self.down):
-            host.copy_(grad, non_blocking=self._is_pinned(host.data_ptr()))
+            torch._foreach_copy_([home.gradient for home in homes], grads, non_blocking=self.is_pinned)
             arrival = torch.cuda.Event(blocking=True)
             arrival.record(self.down)
-        grad.record_stream(self.down)
-        self._leaving.append((arrival, grad.numel() * grad.element_size()))
+        for grad in grads:
+            grad.record_stream(self.down)
+        self._leaving.append((arrival, size))
         return arrival
 
     def _bound_leaving(self, size: int) -> None:
@@ -117,7 +134,7 @@ class DeviceLink:
 
     def take_room(self, size: int) -> bool:
         """Whether the optimizer may hold `size` bytes more on the device."""
-        return self._room.take(size)
+        return self.room.take(size)
 
     def wait_arrival(self, arrival: torch.cuda.Event | None) -> None:
         """What torch's current stream is given from here on runs behind a gradient's copy to host memory."""
@@ -136,34 +153,48 @@ class DeviceLink:
 
     # --- weights --------------------------------------------------------------------------------
 
-    def begin_uploads(self) -> None:
+    def begin_updates(self) -> None:
         """What torch's current stream was given so far still reads the old weights."""
         self.up.wait_stream(torch.cuda.current_stream(self.device))
+        self.states.begin()
 
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """(numel) in host memory."""
-        return parameter.detach().as_strided((parameter.numel(),), (1,)).cpu()
+        return flat(parameter).cpu()
 
     def write_weights(self, slot) -> None:
         """Brings weights that were written in host memory."""
-        slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
+        flat(slot.param).copy_(slot.home.weights)
 
-    def upload(self, native, slot, version: int) -> None:
+    def upload(self, slot, version: int) -> None:
         """Brings the new weights once their update has run; this thread does not wait for it."""
-        self.wait_written(slot, version)
+        home = slot.home
+        self.wait_written(home, version)
         with torch.cuda.stream(self.up):
-            weights = slot.param.detach().as_strided((slot.numel,), (1,))
-            weights.copy_(slot.host_weights, non_blocking=self._is_pinned(slot.host_weights.data_ptr()))
+            flat(slot.param).copy_(home.weights, non_blocking=self.is_pinned)
             slot.uploaded = torch.cuda.Event()
             slot.uploaded.record(self.up)
 
-    def wait_written(self, slot, version: int) -> None:
-        """Uploads from here on find the slot's weights as `version` has left them."""
-        if not self._wait_on_device(self.up, slot, version):
-            slot.native.wait([slot.index])
+    def bring(self, update, make_room, copy) -> torch.cuda.Event:
+        """Calls `make_room` for memory of torch's current stream, and `copy` on the stream that brings weights up,
+        behind `update`, a home and its version; returns the event behind it."""
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        make_room()
+        if update is not None:
+            self.wait_written(*update)
+        with torch.cuda.stream(self.up):
+            copy()
+            arrived = torch.cuda.Event()
+            arrived.record(self.up)
+        return arrived
 
-    def _wait_on_device(self, stream: torch.cuda.Stream, slot, version: int) -> bool:
-        address = self._gate_address(slot.native.written_address(slot.index))
+    def wait_written(self, home, version: int) -> None:
+        """Uploads from here on find the home's weights as `version` has left them."""
+        if not self._wait_on_device(self.up, home, version):
+            home.native.wait([home.index])
+
+    def _wait_on_device(self, stream: torch.cuda.Stream, home, version: int) -> bool:
+        address = self._gate_address(home.native.written_address(home.index))
         if address is None:
             return False
         status = self._driver.cuStreamWaitValue32_v2(
@@ -184,7 +215,9 @@ class DeviceLink:
         return self._gates[gate]
 
     def wait_upload(self, slot) -> None:
-        torch.cuda.current_stream(self.device).wait_event(slot.uploaded)
+        if slot.uploaded is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.uploaded)
 
     def make_current_stream_wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.up)
+        self.states.make_current_stream_wait()

@@ -16,12 +16,19 @@ class DeviceRoom:
         self._peak = 0  # bytes of torch's tensors at their highest, without what was taken here
         self._taken = 0
 
+    def left(self) -> int:
+        """Bytes that leave room for the highest use of memory so far; below 0 where that has grown since."""
+        return self._usable() - self._needed() - self._taken
+
     def take(self, size: int) -> bool:
-        """Whether `size` bytes more still leave room for the highest use of memory so far."""
-        if size > self._usable() - self._needed() - self._taken:
+        """Whether `size` bytes more are left, which then are taken."""
+        if size > self.left():
             return False
         self._taken += size
         return True
+
+    def give(self, size: int) -> None:
+        self._taken -= size
 
     def clear(self) -> None:
         """All that was taken is free again."""

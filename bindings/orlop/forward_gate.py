@@ -52,6 +52,10 @@ class ForwardGate:
             for register in (part.register_state_dict_pre_hook, on_load):
                 self.handles.append(register(functools.partial(_before_access, reference)))
 
+    def unit_of(self, parameter: torch.Tensor) -> int:
+        """The part that waits for a parameter first: 0 for what is outside of blocks."""
+        return self._units_of.get(parameter, (0,))[0]
+
     def close(self, slots: list) -> None:
         """These slots, in the order of their updates, are being written."""
         for slot in slots:
@@ -63,12 +67,12 @@ class ForwardGate:
         if not slots:
             return
         optimizer = self._optimizer()
-        on_host = [slot.index for slot in slots if slot.link is None]
+        on_host = [slot.home.index for slot in slots if slot.link is None]
         if on_host and optimizer is not None:
             optimizer._native.wait(on_host)
-        last = {slot.link: slot for slot in slots if slot.link is not None}
-        for link, slot in last.items():
-            link.wait_upload(slot)
+        last = {(slot.link, slot.home.on_device): slot for slot in slots if slot.link is not None}
+        for slot in last.values():  # each kind is written in order
+            slot.home.wait_written(slot)
 
     def open_all(self) -> None:
         for unit in list(self._pending):

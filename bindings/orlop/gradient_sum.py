@@ -1,7 +1,7 @@
 """Sums of micro-batches' gradients in fp32, on the device where there is room, else in host memory.
 
-Both kinds take the first gradient, which has left already, as their start, grow by every later one, and leave as
-one gradient in the weights' dtype, rounded once. Their bits are the same.
+Both kinds take the first gradient, which the slot's home keeps already, as their start, grow by every later one, and
+go to the home as one gradient in the weights' dtype, rounded once. Their bits are the same.
 """
 
 from __future__ import annotations
@@ -10,72 +10,97 @@ import torch
 
 
 class HostSum:
-    """Every gradient leaves and is added there, by the optimizer's thread."""
+    """Every gradient leaves and is added there, by the optimizer's thread. For states in host memory."""
 
     on_device = False
 
     def __init__(self, slot):
         self._slot = slot
-        self._values = torch.empty(slot.numel, dtype=torch.float32)
+        self.values = torch.empty(slot.numel, dtype=torch.float32)
         self.bytes = 4 * slot.numel
 
     def start(self) -> None:
         self._accumulate(add=False)
 
     def add(self, grad: torch.Tensor) -> None:
-        self._slot.copy_to_host(grad)
+        home = self._slot.home
+        home.keep([home], [grad])
         self._accumulate(add=True)
 
     def leave(self) -> None:
-        slot = self._slot
-        slot.job = slot.native.round_sum(slot.index, slot.view_of(self._values), self._values)
-        slot.arrival, slot.measured = None, True
+        home = self._slot.home
+        home.job = home.native.round_sum(home.index, home.view(self.values), self.values)
+        home.arrival, home.measured = None, True
 
     def _accumulate(self, add: bool) -> None:
-        slot = self._slot
-        view = slot.view_of(self._values)
-        slot.job = slot.native.accumulate(slot.index, view, add, *slot.fence(), slot.arrival)
+        home = self._slot.home
+        view = home.view(self.values)
+        home.job = home.native.accumulate(home.index, view, add, *home.fence(), home.arrival)
 
 
 class DeviceSum:
-    """Gradients are added in place by torch's current stream; one copy leaves."""
+    """Gradients are added in place by torch's current stream; the home gets one of them."""
 
     on_device = True
 
-    def __init__(self, slot):
+    def __init__(self, slot, values: torch.Tensor | None = None):
+        """values: (numel) of a sum that goes on here."""
         self._slot = slot
         self._values = torch.empty(slot.numel, dtype=torch.float32, device=slot.param.device)
+        if values is not None:
+            self._values.copy_(values)
         self.bytes = 4 * slot.numel
 
     def start(self) -> None:
-        self._slot.link.wait_arrival(self._slot.arrival)
-        self.start_with(self._slot.host_gradient.to(self._values.device, non_blocking=True))
+        """With the first gradient, which the home keeps."""
+        first = self._slot.home.gradient_beside_weights()
+        self.start_all([(self._slot, first.to(self._values.device, non_blocking=True))])
 
-    def start_with(self, grad: torch.Tensor) -> None:
-        """With a first gradient that has not left."""
-        self._slot.link.wait_arrival(self._slot.left_last)
-        self._values.copy_(grad)
+    @staticmethod
+    def start_all(gradients: list) -> None:
+        """(slot, gradient (numel)): their sums become these first gradients, which the homes do not keep."""
+        if gradients:
+            torch._foreach_copy_(_writable_sums(gradients), [grad for _, grad in gradients])
 
-    def add(self, grad: torch.Tensor) -> None:
-        self._slot.link.wait_arrival(self._slot.left_last)
-        self._values.add_(grad)
+    @staticmethod
+    def add_all(gradients: list) -> None:
+        """(slot, gradient (numel)): their sums grow by them."""
+        if gradients:
+            torch._foreach_add_(_writable_sums(gradients), [grad for _, grad in gradients])
 
-    def leave(self) -> None:
-        self._slot.copy_to_host(self._values.to(self._slot.dtype))
-        self._slot.measure()
+    def rounded(self) -> torch.Tensor:
+        """(numel) in the weights' dtype, for the home. In fp32 it is the sum itself."""
+        return self._values.to(self._slot.dtype)
+
+
+def _writable_sums(gradients: list) -> list[torch.Tensor]:
+    """The sums on the device of these slots, once nobody reads them as an fp32 gradient any more."""
+    slots = [slot for slot, _ in gradients]
+    for link, event in {(slot.link, slot.home.left_last) for slot in slots}:
+        link.wait_arrival(event)
+    return [slot.sum._values for slot in slots]
 
 
 def make_sum(slot) -> HostSum | DeviceSum:
-    """Decided once for each parameter, when its second micro-batch comes for the first time."""
-    on_device = slot.link is not None and slot.link.take_room(4 * slot.numel)
-    return DeviceSum(slot) if on_device else HostSum(slot)
+    """Decided once for each parameter, when its second micro-batch comes for the first time. States on a device that
+    has no room for the sum leave it."""
+    if slot.link is not None and slot.link.take_room(4 * slot.numel):
+        return DeviceSum(slot)
+    if slot.home.on_device:
+        slot.leave_device(slot)
+    return HostSum(slot)
 
 
 def room_report(slots) -> dict[str, int]:
-    """Bytes of the sums by purpose and place."""
+    """Bytes of the sums by purpose and place, and of the states that are on a device with their gradients."""
     report: dict[str, int] = {}
+
+    def count(purpose: str, size: int) -> None:
+        report[purpose] = report.get(purpose, 0) + size
+
     for slot in slots:
         if slot.sum is not None:
-            place = f" on {slot.device}" if slot.sum.on_device else ""
-            report["gradient sums" + place] = report.get("gradient sums" + place, 0) + slot.sum.bytes
+            count("gradient sums" + (f" on {slot.device}" if slot.sum.on_device else ""), slot.sum.bytes)
+        if slot.home.on_device:
+            count(f"states and gradients on {slot.device}", slot.home.bytes)
     return report

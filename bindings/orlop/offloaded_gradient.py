@@ -65,9 +65,12 @@ class OffloadedGradient(torch.Tensor):
     """
 
     @staticmethod
-    def make(parameter: torch.Tensor, slot) -> OffloadedGradient:
-        stand_in = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        gradient = torch.Tensor._make_subclass(OffloadedGradient, stand_in)
+    def make(slot) -> OffloadedGradient:
+        if slot.stand_in_of is None:
+            parameter = slot.param
+            one = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+            slot.stand_in_of = one.expand(parameter.shape)
+        gradient = torch.Tensor._make_subclass(OffloadedGradient, slot.stand_in_of)
         # Weak, since autograd's reference from the parameter to its gradient is hidden from Python's
         # collector: a strong one would keep parameter and optimizer alive for ever.
         gradient._slot_reference = weakref.ref(slot)

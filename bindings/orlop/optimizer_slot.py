@@ -1,86 +1,58 @@
-"""One parameter as the optimizer sees it: its planes in host memory and its gradient, wherever it is."""
+"""One parameter as the optimizer sees it: the home of its states, and its gradient, wherever it is."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from . import _orlop, errors
-from .gradient_sum import DeviceSum, HostSum, make_sum
+from .gradient_batch import Unit, keep, settle
+from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
-from .torch_support import DTYPES, flat, in_layout_of
-
-MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
-# The part of the fp32 master that the weights themselves do not hold, by their dtype.
-MASTER_KEY = {torch.bfloat16: "master_lo", torch.float16: "master", torch.float32: None}
-_PLANE_OF_KEY = {"master_lo": "lo"}
+from .state_home import DeviceHome, HostHome
+from .torch_support import flat, in_layout_of
 
 
 class Slot:
-    """The states of one parameter. `link` moves data of parameters on a device; None on the host."""
+    """A parameter, the home of its states and the gradient of the step under way.
 
-    def __init__(self, native, index: int, param: torch.Tensor, name: str, moments, link, hold: bool):
-        self.native, self.index, self.param, self.name, self.link = native, index, param, name, link
+    measures: whether every step asks for the norm. leave_device: what moves the states to host memory.
+    """
+
+    leave_device: Callable[[Slot], None]
+    unit: Unit
+
+    def __init__(self, param: torch.Tensor, name: str, moments: torch.dtype, seed: int, home: HostHome):
+        self.param, self.name, self.moments, self.seed = param, name, moments, seed
+        self.home: HostHome | DeviceHome = home
+        self.link = home.link  # copies between device and host memory; None for parameters on the host
         self.device, self.dtype = param.device, param.dtype
         self.numel = param.numel()
         self.address = param.data_ptr()
+        self.is_contiguous = param.is_contiguous()
         self.version = param._version  # of the weights, when this optimizer last wrote or read them
-        self.planes = {key: self._plane(key, moments) for key in MOMENT_KEYS}
-        if MASTER_KEY[self.dtype]:
-            self.planes[MASTER_KEY[self.dtype]] = self._plane(MASTER_KEY[self.dtype], torch.float32)
-        self.host_weights = self._flat_plane("weights", self.dtype) if link else None
-        self.host_gradient = self._flat_plane("gradient", self.dtype) if hold else None
-        self.measures = True  # whether every step asks for the norm
-        self.planes_seen = None  # versions of weights and master in host memory at the last update
-        self.job = 0  # version of the last work that was submitted for this tensor
+        self.measures = True
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
+        self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
+        self.waits = False  # for the rest of its unit: backward has written `p.grad`
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
-        self.left_last = None  # event of the last copy to host memory
+        self.uploaded = None  # event behind the weights of the last update
         self.count, self.expected = 0, 1
         self._forget()
-        if link:
-            self.adopt_weights()
+        if self.link:
+            home.adopt(self)
 
-    # --- planes ---------------------------------------------------------------------------------
-
-    def _flat_plane(self, plane: str, dtype: torch.dtype) -> torch.Tensor:
-        kind = _orlop.DType.F32 if dtype == torch.float32 else _orlop.DType.BF16
-        array = self.native.plane(self.index, plane, self.numel, kind)
-        return torch.from_numpy(array).view(dtype)
-
-    def _plane(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        dtype = torch.int16 if key == "master_lo" else dtype
-        flat_plane = self._flat_plane(_PLANE_OF_KEY.get(key, key), dtype)
-        return flat_plane.as_strided(self.param.size(), self.param.stride())
-
-    def adopt_weights(self) -> None:
-        """Takes the weights of a device as what the master is to be."""
-        weights = self.link.read_weights(self.param)
-        self.native.adopt_weights(self.index, weights.data_ptr())
-        if self.loaded_rest is not None:
-            self.planes[MASTER_KEY[self.dtype]].copy_(self.loaded_rest)
-        self.version = self.param._version
+    @property
+    def planes(self) -> dict[str, torch.Tensor]:
+        """Moments and the rest of the master where they live, in the parameter's layout."""
+        return self.home.planes
 
     def follow_weights(self) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""
-        if self.link:
-            if self.version != self.param._version:
-                self.adopt_weights()
-            self.loaded_rest = None
-        elif self.address != self.param.data_ptr():
-            self.native.move_weights(self.index, self.param.data_ptr(), self.param.detach())
-            self.address = self.param.data_ptr()
-
-    def is_written(self) -> bool:
-        """Whether host weights or master may have been written in place since the last call, as torch's version
-        counters tell; the memory of a user's own parameter may have been written without torch knowing."""
-        if not self.link or MASTER_KEY[self.dtype] is None:
-            return True
-        versions = self.host_weights._version, self.planes[MASTER_KEY[self.dtype]]._version
-        written, self.planes_seen = versions != self.planes_seen, versions
-        return written
+        self.home.follow(self)
 
     def wrote_weights(self) -> None:
         """The update changes the weights behind autograd's back: say so, as any in-place write does."""
@@ -94,11 +66,10 @@ class Slot:
         self.expected = self.count or self.expected  # micro-batches of the last step
         self.count = 0  # micro-batches in it
         self.factor = 1.0
-        self.has_left = True  # the copy in host memory, or on its way there, is all of it
+        self.has_left = True  # what the home keeps, or what is on its way there, is all of it
         self.square_sum: tuple[float, bool] | None = None  # of a gradient that has left
-        self.measured = False  # the optimizer's thread sums the squares of what is in host memory
-        self.copied = False  # an equal copy of the plain `p.grad` is in host memory
-        self.arrival = None  # event of the copy in flight
+        self.copied = False  # the home has an equal copy of the plain `p.grad`
+        self.home.forget_gradient()
 
     def before_accumulation(self) -> None:
         """Backward is about to add to `p.grad`, which must then be empty or a plain tensor."""
@@ -111,69 +82,25 @@ class Slot:
         else:
             self.param.grad = None
 
-    def take_gradient(self) -> None:
-        """Moves `p.grad` to host memory, or adds it to the sum of earlier micro-batches. That sum leaves with the
-        micro-batch that was the last one in the step before; should another one come, it leaves again."""
+    def plain_gradient(self) -> torch.Tensor | None:
+        """(numel) of the `p.grad` that backward has written, in the weights' layout; None if there is none, or one
+        that stays where it is."""
         grad = self.param.grad
-        if grad is None or grad is self.stand_in:
-            return
-        if grad.dtype != self.dtype or grad.layout != torch.strided:
-            return  # stays where it is
-        grad = flat(in_layout_of(grad.detach(), self.param))
-        self.square_sum, self.measured = None, False
-        self._add(grad)
-        self.count += 1
-        if self.count == self.expected:
-            self.settle()
-        self.stand_in = OffloadedGradient.make(self.param, self)
-        self.param.grad = self.stand_in
-
-    def _add(self, grad: torch.Tensor) -> None:
-        if self.count == 0:
-            if self.expected > 1 and self.sum is not None and self.sum.on_device:
-                self.sum.start_with(grad)
-                self.has_left = False
-            else:
-                self.copy_to_host(grad)
-                self.measure()
-            return
-        if self.sum is None:
-            self.sum = make_sum(self)
-        if self.count == 1 and self.has_left:
-            self.sum.start()
-        self.sum.add(grad)
-        self.has_left = False
+        if grad is None or grad is self.stand_in or grad.dtype != self.dtype or grad.layout != torch.strided:
+            return None
+        if self.is_contiguous and grad.is_contiguous() and not grad.is_neg() and not grad.requires_grad:
+            return grad.view(-1)
+        return flat(in_layout_of(grad.detach(), self.param))
 
     def settle(self) -> None:
-        """The gradient as it stands is on its way to host memory."""
+        """The gradient as it stands is on its way to the home."""
         if not self.has_left:
-            self.sum.leave()
-            self.has_left = True
+            settle([self])
 
-    def copy_gradient(self) -> None:
-        """Copies the plain `p.grad` of a device for the update, and leaves it there."""
-        self.copy_to_host(flat(in_layout_of(self.param.grad.detach(), self.param)))
-        self.measure()
+    def lend_gradient(self) -> None:
+        """Gives the home the plain `p.grad`, which stays where it is."""
+        keep([(self, flat(in_layout_of(self.param.grad.detach(), self.param)))])
         self.copied = True
-
-    def copy_to_host(self, grad: torch.Tensor) -> None:
-        """Behind the last job, which may still read what is overwritten."""
-        if self.link:
-            self.arrival = self.left_last = self.link.offload(grad, self)
-            return
-        self.native.wait([self.index])
-        self.host_gradient.copy_(grad)
-
-    def measure(self) -> None:
-        if not self.link or not self.measures:  # summed when somebody asks
-            return
-        view = self.view_of(self.host_gradient)
-        self.job = self.native.measure(self.index, view, *self.fence(), self.arrival)
-        self.measured = True
-
-    def fence(self) -> tuple[int, int]:
-        """What the optimizer's thread calls to wait for the gradient: address and argument."""
-        return self.link.fence(self.arrival) if self.link else (0, 0)
 
     def drop_gradient(self) -> None:
         if self.is_away:
@@ -185,26 +112,17 @@ class Slot:
     def is_away(self) -> bool:
         return self.stand_in is not None and self.param.grad is self.stand_in
 
-    def _arrived(self) -> torch.Tensor:
-        """The gradient (numel) in host memory, before `factor`, complete."""
-        self.settle()
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        else:
-            self.native.wait([self.index])
-        return self.host_gradient
-
-    def view(self) -> tuple[_orlop.GradientView, torch.Tensor]:
-        """The gradient that an update reads, and the tensor that owns its memory."""
+    def gradient_to_use(self) -> torch.Tensor:
+        """What norm and update read: the gradient that the home keeps, or the plain one in the weights' layout."""
         if self.is_away or self.copied:
             self.settle()
-            owner = self.host_gradient
-        else:
-            owner = in_layout_of(self.param.grad.detach(), self.param)
-        return self.view_of(owner), owner
+            return self.home.gradient
+        return in_layout_of(self.param.grad.detach(), self.param)
 
-    def view_of(self, values: torch.Tensor) -> _orlop.GradientView:
-        return _orlop.GradientView(values.data_ptr(), DTYPES[values.dtype], self.numel)
+    def view(self) -> tuple[_orlop.GradientView, torch.Tensor]:
+        """The gradient that an update on the host reads, and the tensor that owns its memory."""
+        owner = self.gradient_to_use()
+        return self.home.view(owner), owner
 
     def squares(self) -> tuple[float, bool]:
         """Sum of the squares of the gradient before `factor`, and whether all of it is finite."""
@@ -212,13 +130,7 @@ class Slot:
             return self.square_sum
         if self.is_away:
             self.settle()
-        if self.measured:
-            total, bad = self.native.measured(self.index)
-        else:
-            if self.is_away or self.copied:
-                self._arrived()
-            total, bad, _ = self.native.norm([self.view()[0]])
-        self.square_sum = (total, bad < 0)
+        self.square_sum = self.home.squares(self)
         return self.square_sum
 
     # What OffloadedGradient asks. A stand-in that is no longer in `p.grad` has lost its gradient.
@@ -231,7 +143,8 @@ class Slot:
 
     def read_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         self._check_current(gradient)
-        value = self._arrived().to(device=self.device, dtype=torch.float32, copy=True)
+        self.settle()
+        value = self.home.arrived().to(device=self.device, dtype=torch.float32, copy=True)
         if self.factor != 1.0:
             value *= self.factor
         return value.to(self.dtype).as_strided(self.param.size(), self.param.stride())

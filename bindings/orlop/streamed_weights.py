@@ -13,14 +13,15 @@ from .torch_support import flat
 
 
 class Entry:
-    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel)."""
+    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel): None while
+    the optimizer has its states on the device, where the weights then stay."""
 
     def __init__(self, parameter: torch.nn.Parameter, name: str, device: torch.device):
         self.parameter, self.name = parameter, name
         self.kind = type(parameter)
         self.bytes = parameter.numel() * parameter.element_size()
         # The optimizer's copy takes its place where there is one.
-        self.host = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
+        self.host: torch.Tensor | None = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
         self.slot = None
         self.version = parameter._version
         parameter.data = torch.empty_strided(
@@ -33,24 +34,25 @@ class Entry:
 
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
-        self._wait()
+        self.wait()
         return self.host.as_strided(self.parameter.size(), self.parameter.stride())
 
     def write_host(self, value: torch.Tensor) -> None:
         """Home and master become `value`."""
-        self._wait()
+        self.wait()
         laid = torch.empty(self.host.shape, dtype=self.host.dtype)
         laid.as_strided(self.parameter.size(), self.parameter.stride()).copy_(
             value.expand(self.parameter.size())
         )
         if self.slot is not None:
-            self.slot.native.adopt_weights(self.slot.index, laid.data_ptr())
+            self.slot.home.native.adopt_weights(self.slot.home.index, laid.data_ptr())
         else:
             self.host.copy_(laid)
 
-    def _wait(self) -> None:
-        if self.slot is not None:
-            self.slot.native.wait([self.slot.index])
+    def wait(self) -> None:
+        """The home is written."""
+        if self.slot is not None and self.host is not None:
+            self.slot.home.native.wait([self.slot.home.index])
 
     def open(self) -> None:
         """Room for the weights. Autograd is not told: to it the weights never left."""
@@ -60,8 +62,9 @@ class Entry:
         self.version = self.parameter._version
 
     def take_back(self) -> None:
-        """Home and master become what is on the device now."""
-        self.write_host(self.parameter.detach().cpu())
+        """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
+        if self.host is not None:
+            self.write_host(self.parameter.detach().cpu())
         self.version = self.parameter._version
 
     def empty(self) -> None:
@@ -77,7 +80,7 @@ class Block:
         self.bytes = sum(entry.bytes for entry in entries)
         self.here = False
         self.stale = False  # here, but an update has changed the home since
-        self.update = None  # slot and version of the last write of its last update
+        self.update = None  # home and version of the last write of its last update
         self.resident = False  # never leaves
         self.arrived = None  # event of a copy that the compute stream has not waited for
         self.active = 0  # calls of its forward that have begun and not ended
@@ -93,24 +96,25 @@ class _Link:
 
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
-        block = self._manager().block_of[parameter]
+        block, home = self._manager().block_of[parameter], parameter._orlop_entry.host
         self._manager()._arrive(block)
-        return flat(parameter).cpu() if block.here and not block.stale else parameter._orlop_entry.host
+        return flat(parameter).cpu() if home is None or (block.here and not block.stale) else home
 
     def write_weights(self, slot) -> None:
         self._manager().block_of[slot.param].stale = True
         self._manager().refresh()
 
-    def upload(self, native, slot, version) -> None:
+    def upload(self, slot, version) -> None:
         """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
         block = self._manager().block_of[slot.param]
-        block.stale, block.update = True, (slot, version)
+        block.stale, block.update = True, (slot.home, version)
 
-    def offload(self, grad, slot):
+    def offload(self, grads, homes):
         if self._inner is not None:
-            return self._inner.offload(grad, slot)
-        slot.native.wait([slot.index])
-        slot.host_gradient.copy_(grad)
+            return self._inner.offload(grads, homes)
+        for home, grad in zip(homes, grads, strict=True):
+            home.native.wait([home.index])
+            home.gradient.copy_(grad)
         return None
 
     def take_room(self, size: int) -> bool:
@@ -137,8 +141,11 @@ class StreamedWeights:
         self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
         self._last: tuple[bool, int] | None = None
         self._callback_of = -1  # graph task whose end is already asked for
+        self._visiting: dict[int, Block] = {}  # here, but not for good
+        self._active: dict[int, Block] = {}  # whose forward has begun and not ended
         self.fetches = self.prefetch_hits = 0
-        self.peak_blocks = 0
+        self.peak_blocks = 0  # on the device at once
+        self._here = 0
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
         reference = weakref.ref(self)
@@ -156,10 +163,15 @@ class StreamedWeights:
         return parameter in self.entry_of
 
     def home_is(self, slot) -> None:
-        """The optimizer has taken a parameter over: its copy of the weights is the home from now on."""
+        """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
-        entry.slot, entry.host = slot, slot.host_weights
+        entry.slot, entry.host = slot, None if slot.home.on_device else slot.home.weights
         self.block_of[slot.param].update = None
+
+    def link_beside(self, parameter: torch.Tensor):
+        """The device's link, if the weights are there for good."""
+        block = self.block_of[parameter]
+        return self.device_link if block.resident and block.here and not block.stale else None
 
     def resident_blocks(self) -> list[int]:
         """Blocks whose weights are on the device now."""
@@ -171,35 +183,36 @@ class StreamedWeights:
         if block.here and not block.stale:
             return
         self.fetches += 1
-        if self.device_link is not None:
-            up = self.device_link.up
-            up.wait_stream(torch.cuda.current_stream(self.device_link.device))
-            for entry in block.entries:  # memory of the compute stream, written by the other one
-                entry.open()
-            if block.update is not None:
-                self.device_link.wait_written(*block.update)
-            with torch.cuda.stream(up):
-                self._copy_home(block, not self.device_link.unpinned_bytes)
-                block.arrived = torch.cuda.Event()
-                block.arrived.record(up)
+        link = self.device_link
+        if link is not None:
+            block.arrived = link.bring(
+                block.update,
+                lambda: [entry.open() for entry in block.entries],
+                lambda: self._copy_home(block, link.is_pinned),
+            )
         else:
             for entry in block.entries:
-                entry._wait()
+                entry.wait()
                 entry.open()
             self._copy_home(block, False)
+        if not block.here:
+            self._here += 1
+            self.peak_blocks = max(self.peak_blocks, self._here)
+            if not block.resident:
+                self._visiting[block.index] = block
         block.here, block.stale = True, False
-        self.peak_blocks = max(self.peak_blocks, len(self.resident_blocks()))
 
     @staticmethod
     def _copy_home(block: Block, is_pinned: bool) -> None:
         """One call for the whole block. `is_pinned`: the homes that an optimizer keeps are."""
-        if not block.entries:
+        away = [entry for entry in block.entries if entry.host is not None]
+        if not away:
             return
         with torch.no_grad():
             torch._foreach_copy_(
-                [entry.flat for entry in block.entries],
-                [entry.host for entry in block.entries],
-                non_blocking=is_pinned and all(entry.slot is not None for entry in block.entries),
+                [entry.flat for entry in away],
+                [entry.host for entry in away],
+                non_blocking=is_pinned and all(entry.slot is not None for entry in away),
             )
 
     def fetch_resident(self) -> None:
@@ -213,7 +226,7 @@ class StreamedWeights:
 
     def _arrive(self, block: Block) -> None:
         if block.arrived is not None:
-            torch.cuda.current_stream(self.device_link.device).wait_event(block.arrived)
+            self.device_link.wait_arrival(block.arrived)
             block.arrived = None
 
     def release(self, block: Block) -> None:
@@ -223,6 +236,8 @@ class StreamedWeights:
         for entry in block.entries:
             entry.empty()
         block.here = block.stale = False
+        self._here -= 1
+        del self._visiting[block.index]
 
     def refresh(self) -> None:
         """Blocks on the device that an update has passed by are fetched again."""
@@ -233,7 +248,7 @@ class StreamedWeights:
                 self._arrive(block)
 
     def release_all(self) -> None:
-        for block in self.blocks:
+        for block in list(self._visiting.values()):
             self.release(block)
 
     def need(self, index: int, backward: bool) -> None:
@@ -246,12 +261,30 @@ class StreamedWeights:
             self._next[self._last] = index
         self._last = (backward, index)
         following = self._next.get(self._last, index - 1 if backward else index + 1)
-        keep = {index, following} | block.callers
-        for other in self.blocks:  # what was used before this point of the pass is done
-            if other.index not in keep:
+        for other in list(self._visiting.values()):  # what was used before this point of the pass is done
+            if other.index not in (index, following) and other.index not in block.callers:
                 self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
+
+    def begin_forward(self, index: int) -> None:
+        block = self.blocks[index]
+        block.callers |= self._active.keys() - {index}
+        self.need(index, backward=False)
+        block.active += 1
+        self._active[index] = block
+
+    def end_forward(self, block: Block) -> None:
+        block.active = max(0, block.active - 1)
+        if block.active == 0:
+            self._active.pop(block.index, None)
+        self.release(block)
+
+    def forget_forwards(self) -> None:
+        """The whole model's forward is over, however it ended."""
+        for block in self._active.values():
+            block.active = 0
+        self._active.clear()
 
     def begin_backward(self, index: int) -> None:
         task = torch._C._current_graph_task_id()
@@ -292,7 +325,10 @@ class StreamedWeights:
     def leave_optimizer(self) -> None:
         """The optimizer ends; its memory stays the home of the weights."""
         for entry in self.entry_of.values():
-            entry._wait()
+            entry.wait()
+            if entry.host is None:
+                entry.slot.home.wait_written(entry.slot)
+                entry.host = flat(entry.parameter).cpu()
             entry.slot = None
         for block in self.blocks:
             block.update = None
@@ -303,6 +339,7 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.resident = True
+        self._visiting.clear()
         for handle in self.handles:
             handle.remove()
 
@@ -332,10 +369,7 @@ def _enter(manager, index, *_):
     if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
         manager.begin_backward(index)
         return
-    block = manager.blocks[index]
-    block.callers |= {other.index for other in manager.blocks if other.active and other is not block}
-    manager.need(index, backward=False)
-    block.active += 1
+    manager.begin_forward(index)
 
 
 def _leave(manager, index, _module, _args, output):
@@ -353,15 +387,13 @@ def _leave(manager, index, _module, _args, output):
         if not seen:  # nothing tells when its backward begins: it stays until the next step
             block.holds += 1
     if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
-        block.active = max(0, block.active - 1)
-        manager.release(block)
+        manager.end_forward(block)
 
 
 def _leave_model(manager, *_):
     manager = manager()
     if manager is not None and torch._C._current_graph_task_id() == -1:
-        for block in manager.blocks:
-            block.active = 0
+        manager.forget_forwards()
         manager.end_pass()
 
 

@@ -31,7 +31,8 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU that is larger than the GPU is
         wrapped with device="cuda": its blocks never are there all at once.
-    options: further arguments of orlop.AdamW.
+    options: further arguments of orlop.AdamW, among them states=: of resident blocks, and of weights outside of
+        blocks, optimizer states live on the device too where there is room; those of others in host memory.
 
     Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states.
     """
@@ -46,7 +47,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     modules = find_blocks(model) if blocks is None else list(blocks)
     made = _make_blocks(model, modules, names, device)
     _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-    manager = StreamedWeights(model, made, DeviceLink(device, limit) if device.type == "cuda" else None)
+    manager = StreamedWeights(model, made, _device_link(device, limit))
     _keep_resident(made, limit, device)
     wrapped = _make_optimizer(model, optimizer, manager, options)
     _streams[model] = manager
@@ -76,6 +77,10 @@ def _move_rest(model, streamed, device) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+
+
+def _device_link(device, limit):
+    return DeviceLink(device, limit) if device.type == "cuda" else None
 
 
 def _limit_bytes(config) -> int | None:

@@ -51,9 +51,9 @@ __device__ __forceinline__ void take(float value, Out* rounded, int64_t i, doubl
   if (!isfinite(exact) && i < bad) bad = i;
 }
 
-template <typename Out>
+template <typename In, typename Out>
 __global__ void __launch_bounds__(kBlock)
-    round_grad_kernel(const float* grad, Out* rounded, int64_t numel, Scratch scratch) {
+    round_grad_kernel(const In* grad, Out* rounded, int64_t numel, Scratch scratch) {
   __shared__ double sums[kBlockChunks];
   __shared__ int64_t bads[kBlockChunks];
   const int lane = static_cast<int>(threadIdx.x) % kNormLanes;
@@ -66,13 +66,15 @@ __global__ void __launch_bounds__(kBlock)
   int64_t bad = INT64_MAX;
   int64_t i = begin + lane;
   for (; i + (kInFlight - 1) * kNormLanes < end; i += kInFlight * kNormLanes) {
-    float value[kInFlight];
+    In value[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) value[k] = grad[i + k * kNormLanes];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) take(value[k], rounded, i + k * kNormLanes, sum, bad);
+    for (int k = 0; k < kInFlight; ++k) {
+      take(to_float(value[k]), rounded, i + k * kNormLanes, sum, bad);
+    }
   }
-  for (; i < end; i += kNormLanes) take(grad[i], rounded, i, sum, bad);
+  for (; i < end; i += kNormLanes) take(to_float(grad[i]), rounded, i, sum, bad);
 #pragma unroll
   for (int half = kNormLanes / 2; half > 0; half /= 2) {
     sum = __dadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, half, kNormLanes));
@@ -171,8 +173,21 @@ void round_grad(const RoundGradArgs& args, cudaStream_t stream) {
       if (rounded == nullptr && !std::is_same_v<Out, float>) {
         throw Error(ErrorCode::kUsage, "round_grad: rounded is null, but its dtype is not F32");
       }
-      round_grad_kernel<Out><<<static_cast<unsigned>(scratch.blocks), kBlock, 0, stream>>>(
+      round_grad_kernel<float, Out><<<static_cast<unsigned>(scratch.blocks), kBlock, 0, stream>>>(
           args.grad, rounded, args.numel, scratch);
+      ORLOP_CUDA_LAUNCHED("round_grad_kernel");
+    });
+  }
+  fold_kernel<<<1, kFoldBlock, 0, stream>>>(scratch, args.square_sum, args.first_nonfinite);
+  ORLOP_CUDA_LAUNCHED("fold_kernel");
+}
+
+void square_sum(const SquareSumArgs& args, cudaStream_t stream) {
+  const Scratch scratch = make_scratch(args.scratch, args.numel);
+  if (args.numel > 0) {
+    dispatch_float(args.dtype, "square_sum", [&]<typename In>() {
+      round_grad_kernel<In, In><<<static_cast<unsigned>(scratch.blocks), kBlock, 0, stream>>>(
+          static_cast<const In*>(args.values), nullptr, args.numel, scratch);
       ORLOP_CUDA_LAUNCHED("round_grad_kernel");
     });
   }

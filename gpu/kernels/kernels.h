@@ -33,6 +33,17 @@ void add(void* to, const void* from, int64_t numel, DType dtype, cudaStream_t st
 
 size_t grad_norm_scratch_bytes(int64_t numel);
 void round_grad(const RoundGradArgs& args, cudaStream_t stream);
+
+// The square sum of a gradient as it is: that of round_grad() where it would round to `dtype`.
+struct SquareSumArgs {
+  const void* values = nullptr;
+  DType dtype = DType::kF32;
+  double* square_sum = nullptr;
+  int64_t* first_nonfinite = nullptr;
+  void* scratch = nullptr;  // grad_norm_scratch_bytes(numel)
+  int64_t numel = 0;
+};
+void square_sum(const SquareSumArgs& args, cudaStream_t stream);
 void finish_norm(const FinishNormArgs& args, cudaStream_t stream);
 
 // `constants` are those of the step; its grad_scale is read from args.scalars instead.

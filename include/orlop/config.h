@@ -51,7 +51,8 @@ struct LimitsConfig {
   std::optional<size_t> device_bytes;
   std::optional<size_t> host_bytes;
   std::optional<size_t> nvme_bytes;
-  // Wear: a step that would write more to the drives than this since midnight UTC is refused.
+  // Wear: a step with which the ranks of one machine would write more than this to its drives since
+  // midnight UTC is refused, on all ranks.
   std::optional<uint64_t> nvme_writes_per_day_bytes;
   // Of the host bytes, for copies of states that a save in the background makes so that updates
   // need not wait until they are written.
@@ -73,13 +74,16 @@ struct PlacementConfig {
   std::optional<int> prefetch_depth = {};   // blocks uploaded ahead of compute, 0..8
   std::optional<int> resident_blocks = {};  // blocks whose weights stay on the device
   std::optional<int> device_optimizer_blocks =
-      {};  // blocks whose optimizer states live on the device
-  std::optional<bool> activations_on_device = {};  // block inputs: device, or pinned host memory
-  std::optional<int> wave = {};                    // micro-batches per wave
-  std::optional<int> nvme_optimizer_blocks =
-      {};                                     // last blocks whose optimizer states are on drives
-  std::optional<int> nvme_param_blocks = {};  // last blocks whose weights are there, too
-  std::optional<int64_t> swap_chunk = {};     // elements that are swapped and updated together
+      {};                                // blocks whose optimizer states live on the device
+  std::optional<Tier> activations = {};  // block inputs: device, pinned host memory, or drives
+  std::optional<int> wave = {};          // micro-batches per wave
+  // Last blocks whose optimizer states are on drives, and whose weights are there, too; and the
+  // share of each of those blocks, in whole chunks, that is. A share alone is one of every block.
+  std::optional<int> nvme_optimizer_blocks = {};
+  std::optional<int> nvme_param_blocks = {};
+  std::optional<double> nvme_optimizer_share = {};  // 0..1
+  std::optional<double> nvme_param_share = {};      // at most that of the optimizer states
+  std::optional<int64_t> swap_chunk = {};  // elements that are swapped and updated together
 };
 
 struct EngineConfig {

@@ -31,8 +31,10 @@ ORLOP_EXPORT size_t device_optimizer_scratch_bytes(int64_t numel);
 ORLOP_EXPORT void device_adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad_scale,
                                    void* scratch, const DeviceStream& stream);
 
-// Sum of the squares of fp32 values, as grad_square_sum() adds them. `result` is device memory.
-ORLOP_EXPORT void device_square_sum(const float* values, int64_t numel, DeviceSquareSum* result,
-                                    void* scratch, const DeviceStream& stream);
+// Sum of the squares of fp32, bf16 or fp16 values, as grad_square_sum() adds them. `result` is
+// device memory.
+ORLOP_EXPORT void device_square_sum(const void* values, DType dtype, int64_t numel,
+                                    DeviceSquareSum* result, void* scratch,
+                                    const DeviceStream& stream);
 
 }  // namespace orlop

@@ -70,7 +70,8 @@ struct TensorDescription {
 // say so. Opened from a Hugging Face folder (config.json and safetensors); owns all
 // states, the device and its threads. Called by one thread at a time. Every failure is an
 // orlop::Error; after a failed step the engine refuses further steps, and the last checkpoint is as
-// it was.
+// it was. In a forked child every call that works with states throws Error(kUsage) and the
+// destructor does nothing.
 class ORLOP_EXPORT Engine {
  public:
   // Plans, takes the memory of the plan, reads the weights. Throws Error(kDoesNotFit) with the

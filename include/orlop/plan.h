@@ -46,11 +46,13 @@ struct ORLOP_EXPORT PlanReport {
   int blocks = 0;
   int resident_blocks = 0;
   int device_optimizer_blocks = 0;
-  int nvme_optimizer_blocks = 0;
-  int nvme_param_blocks = 0;
+  int nvme_optimizer_blocks = 0;    // of whose states some are on drives
+  int nvme_param_blocks = 0;        // likewise of their weights
+  double nvme_optimizer_share = 0;  // of the masters and moments of all blocks, there
+  double nvme_param_share = 0;      // likewise of the weights
   int prefetch_depth = 0;
   int waves = 1;
-  bool activations_on_device = false;
+  Tier activations = Tier::kHost;    // block inputs between forward and backward
   bool updates_in_backward = false;  // clipping is off, and not fp16: no gradient waits for a norm
   double step_seconds = 0;           // predicted
   double compute_seconds = 0;        // of it, the compute queue alone

@@ -15,8 +15,10 @@ struct Stats {
   int64_t skipped_steps = 0;
   uint64_t uploaded_bytes = 0;
   uint64_t offloaded_bytes = 0;
-  uint64_t nvme_read_bytes = 0;           // of states, from and to the drives
-  uint64_t nvme_written_bytes = 0;        // likewise, checkpoints not counted
+  // From and to the drives, checkpoints not counted, by all ranks on this machine: of the others as
+  // of the last step's beginning.
+  uint64_t nvme_read_bytes = 0;
+  uint64_t nvme_written_bytes = 0;
   uint64_t nvme_written_today_bytes = 0;  // since midnight UTC; over all runs where a limit is set
   size_t device_peak_bytes = 0;           // arena and device overhead as taken
   size_t host_bytes = 0;                  // arena as taken

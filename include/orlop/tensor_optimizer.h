@@ -97,6 +97,11 @@ class ORLOP_EXPORT TensorOptimizer {
   // the others follow. All or nothing. Throws Error(kDoesNotFit) with the shortage.
   int64_t add(std::span<const TensorSpec> tensors);
 
+  // Gives the states of a tensor up, once what was submitted for it has run; no call may name it
+  // from then on. Their memory goes back with the last tensor of its add(), when nobody holds
+  // memory() of any.
+  void release(int64_t tensor);
+
   // The memory behind the states of a tensor; stays as long as somebody holds it, also when the
   // optimizer is gone.
   std::shared_ptr<const void> memory(int64_t tensor) const;
@@ -117,8 +122,9 @@ class ORLOP_EXPORT TensorOptimizer {
   // Submits: the kept gradient becomes `sum`, rounded to nearest even, and is measured.
   uint32_t round_sum(int64_t tensor, std::span<const float> sum);
 
-  // Submits the norm of a gradient of the tensor, so that it is known when the last one arrives.
-  uint32_t measure(int64_t tensor, const GradientView& gradient, Fence arrived);
+  // Submits the norms of the kept gradients of these tensors, which are there when `arrived` says
+  // so: they are known when the last gradient arrives.
+  uint32_t measure(std::span<const int64_t> tensors, Fence arrived);
 
   // What the last round_sum() or measure() of the tensor found. Waits for it.
   GradientNorm measured(int64_t tensor);

@@ -93,12 +93,17 @@ void check_nvme(const EngineConfig& config) {
   nvme::parse_io_engine(nvme.engine);
   nvme::parse_verify(nvme.verify);
   const PlacementConfig& placement = config.placement;
-  const bool wanted = placement.nvme_optimizer_blocks.value_or(0) > 0 ||
-                      placement.nvme_param_blocks.value_or(0) > 0;
-  check(!wanted || !nvme.paths.empty(), ErrorCode::kUsage,
-        "placement.nvme_optimizer_blocks is {} and placement.nvme_param_blocks {}, but no swap "
-        "directory is given; name one with --nvme",
-        placement.nvme_optimizer_blocks.value_or(0), placement.nvme_param_blocks.value_or(0));
+  const auto check_drives = [&](double wanted, const char* field) {
+    check(wanted <= 0 || !nvme.paths.empty(), ErrorCode::kUsage,
+          "placement.{} is {}, but no swap directory is given; name one with --nvme", field,
+          wanted);
+  };
+  check_drives(placement.nvme_optimizer_blocks.value_or(0), "nvme_optimizer_blocks");
+  check_drives(placement.nvme_param_blocks.value_or(0), "nvme_param_blocks");
+  check_drives(placement.nvme_optimizer_share.value_or(0), "nvme_optimizer_share");
+  check_drives(placement.nvme_param_share.value_or(0), "nvme_param_share");
+  check(placement.activations != Tier::kNvme || !nvme.paths.empty(), ErrorCode::kUsage,
+        "placement.activations is nvme, but no swap directory is given; name one with --nvme");
 }
 
 }  // namespace

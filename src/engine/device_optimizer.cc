@@ -43,10 +43,10 @@ void device_adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad
   cuda().adam_step(&shard, &hyper, grad_scale, scratch, &stream);
 }
 
-void device_square_sum(const float* values, int64_t numel, DeviceSquareSum* result, void* scratch,
-                       const DeviceStream& stream) {
+void device_square_sum(const void* values, DType dtype, int64_t numel, DeviceSquareSum* result,
+                       void* scratch, const DeviceStream& stream) {
   check(numel >= 0, ErrorCode::kUsage, "device_square_sum: numel = {} is negative", numel);
-  cuda().square_sum(values, numel, result, scratch, &stream);
+  cuda().square_sum(values, dtype, numel, result, scratch, &stream);
 }
 
 }  // namespace orlop

@@ -7,8 +7,10 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "base/thread.h"
 #include "engine/checkpoint.h"
+#include "engine/drive_wear.h"
 #include "engine/gather_states.h"
 #include "engine/model_files.h"
 #include "engine/open_engine.h"
@@ -78,6 +80,7 @@ class Engine::Impl {
                                 .ranks = ranks_.get()},
                                &tracer_),
                  config, *ranks_, &tracer_),
+        wear_(session_.swap(), *ranks_, local_, config.limits.nvme_writes_per_day_bytes),
         schedule_(schedule_config(config)),
         scaler_(scaler_config(config)),
         optimizer_(session_.host_updates(config.seed), session_.planning().threads, &tracer_) {
@@ -92,6 +95,7 @@ class Engine::Impl {
     affinity_.reset();
   }
 
+  const OwnerProcess& owner() const { return owner_; }
   int rank() const { return ranks_->rank(); }
   int world_size() const { return ranks_->world_size(); }
 
@@ -101,7 +105,7 @@ class Engine::Impl {
 
   StepResult step(std::span<const MicroBatch> batches) {
     check_usable();
-    check_wear();
+    wear_.begin_step();
     return changing([&] { return run_step(batches); });
   }
 
@@ -177,7 +181,10 @@ class Engine::Impl {
     return folder.string();
   }
 
-  void wait_for_save() { session_.save().wait(); }
+  void wait_for_save() {
+    owner_.check_this("engine");
+    session_.save().wait();
+  }
 
   std::string load_checkpoint(const std::string& step_dir) {
     session_.save().wait();
@@ -209,12 +216,10 @@ class Engine::Impl {
     stats.optimizer_seconds = optimizer_.busy_seconds();
     stats.optimizer_exposed_seconds = exposed_seconds_;
     stats.swap_wait_seconds = optimizer_.swap_wait_seconds();
-    if (const SwapSpace* swap = session_.swap()) {
-      const nvme::SwapStats moved = swap->swapper().stats();
-      stats.nvme_read_bytes = moved.bytes_read;
-      stats.nvme_written_bytes = moved.bytes_written;
-      stats.nvme_written_today_bytes = moved.day_bytes_written;
-    }
+    const DriveWear::Counts moved = wear_.counts();
+    stats.nvme_read_bytes = moved.read;
+    stats.nvme_written_bytes = moved.written;
+    stats.nvme_written_today_bytes = moved.written_today;
     stats.save_held_seconds = optimizer_.held_seconds();
     return stats;
   }
@@ -223,22 +228,6 @@ class Engine::Impl {
 
  private:
   const ModelLayout& layout() const { return session_.layout(); }
-
-  // Refuses a step that would wear the drives more than the day allows. Nothing has begun then:
-  // what is there can be saved.
-  void check_wear() {
-    SwapSpace* swap = session_.swap();
-    if (swap == nullptr) return;
-    if (config_.limits.nvme_writes_per_day_bytes) {
-      // What the update that still runs has yet to write is not in the count of the day.
-      const uint64_t written = swap->swapper().stats().bytes_written;
-      const uint64_t pending = expected_writes_ - std::min(expected_writes_, written);
-      const uint64_t coming = pending + swap->bytes_written_per_step();
-      on_all_ranks(*ranks_, "drives", [&] { swap->swapper().check_write_budget(coming); });
-      expected_writes_ = written + coming;
-    }
-    swap->swapper().begin_step();
-  }
 
   // After the space for swapping was taken.
   void check_room_for_checkpoint() {
@@ -329,6 +318,7 @@ class Engine::Impl {
 
   // Throws, once, also the error of a save in the background, which harms nothing.
   void check_usable() {
+    owner_.check_this("engine");
     check(failure_.empty(), ErrorCode::kInternal,
           "the engine failed before and refuses further work; resume from the last checkpoint. The "
           "first error was: {}",
@@ -369,6 +359,7 @@ class Engine::Impl {
     return work();
   }
 
+  OwnerProcess owner_;
   std::shared_ptr<Communicator> ranks_;
   EngineConfig config_;
   std::string model_dir_;
@@ -378,18 +369,20 @@ class Engine::Impl {
   std::optional<AffinityScope> affinity_;
   Tracer tracer_;
   Session session_;
+  DriveWear wear_;
   LrSchedule schedule_;
   GradScaler scaler_;
   OptimizerQueue optimizer_;
   int64_t applied_steps_ = 0;
   uint32_t version_ = 0;
   double exposed_seconds_ = 0;
-  uint64_t expected_writes_ = 0;  // to drives, by the end of the last step's update
   std::string failure_;
 };
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!impl_->owner().is_this()) static_cast<void>(impl_.release());
+}
 
 std::unique_ptr<Engine> Engine::open(const std::string& model_dir, const EngineConfig& config) {
   const RunPart part = join_ranks(config.device);

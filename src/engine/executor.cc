@@ -12,11 +12,12 @@ namespace {
 
 constexpr std::array<PlanLaneKind, 4> kDeviceLanes = {PlanLaneKind::kCompute, PlanLaneKind::kUpload,
                                                       PlanLaneKind::kOffload, PlanLaneKind::kComm};
-// Compute copies on their way from the drives, as far as the main thread may run ahead of them.
-constexpr size_t kMaxSwapIns = 1024;
-
 bool is_on_device(const PlanOp& op) {
   return std::find(kDeviceLanes.begin(), kDeviceLanes.end(), op.lane) != kDeviceLanes.end();
+}
+
+bool is_swap(const PlanOp& op) {
+  return op.lane == PlanLaneKind::kSwapIn || op.lane == PlanLaneKind::kSwapOut;
 }
 
 }  // namespace
@@ -31,9 +32,9 @@ struct Executor::PlanState {
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
-  std::vector<BatchView> batches;                         // of the walk that is under way
-  std::array<std::vector<SwapLane::SwapIn>, 2> swap_ins;  // by operation, for the events of a turn
-  std::vector<uint32_t> tickets;  // of swap-ins, by operation, of the walk that is under way
+  std::vector<BatchView> batches;                    // of the walk that is under way
+  std::array<std::vector<SwapLane::Swap>, 2> swaps;  // by operation, for the events of a turn
+  std::vector<uint32_t> tickets;  // of swaps, by operation, of the walk that is under way
   std::vector<int> updates;       // by operation: which one of the host's updates it is
 };
 
@@ -59,9 +60,12 @@ Executor::Executor(Backend& backend, const PlanInput& input,
     decay_runs_.push_back(
         decay_runs(flat, shard_range(flat.numel, ranks.rank(), input.world_size)));
   if (memory_.swap != nullptr) {
-    swap_lane_ =
-        std::make_unique<SwapLane>(memory_.swap->swapper(), memory_.gates, memory_.swap->versions(),
-                                   memory_.swapped_in, kMaxSwapIns);
+    const auto make_lane = [&](const char* name, const Gate& ended) {
+      return std::make_unique<SwapLane>(name, memory_.swap->swapper(), memory_.gates,
+                                        memory_.swap->versions(), ended);
+    };
+    swap_in_lane_ = make_lane("swap in", memory_.swapped_in);
+    swap_out_lane_ = make_lane("swap out", memory_.swapped_out);
   }
 }
 
@@ -93,7 +97,7 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   if (slot) return *slot;
   slot = std::make_unique<PlanState>();
   for (auto& events : slot->events) events.resize(plan.ops.size());
-  for (auto& swap_ins : slot->swap_ins) swap_ins.resize(plan.ops.size());
+  for (auto& swaps : slot->swaps) swaps.resize(plan.ops.size());
   slot->tickets.resize(plan.ops.size());
   slot->updates.resize(plan.ops.size());
   int updates = 0;
@@ -112,8 +116,8 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
       slot->device_batches.push_back(
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
     }
-    for (size_t turn = 0; op.kind == OpKind::kSwapInParam && turn < slot->swap_ins.size(); ++turn) {
-      slot->swap_ins[turn][i] = make_swap_in(plan, op, slot->events[turn]);
+    for (size_t turn = 0; is_swap(op) && turn < slot->swaps.size(); ++turn) {
+      slot->swaps[turn][i] = make_swap(plan, op, slot->events[turn]);
     }
     if (op.kind == OpKind::kOffloadLoss) {
       slot->host_losses.resize(
@@ -123,25 +127,6 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
     }
   }
   return *slot;
-}
-
-// `events`: of the operations before it, by operation.
-SwapLane::SwapIn Executor::make_swap_in(const StepPlan& plan, const PlanOp& op,
-                                        const std::vector<std::unique_ptr<Event>>& events) const {
-  SwapLane::SwapIn swap_in;
-  swap_in.param = op.param;
-  swap_in.pieces = memory_.swap->copy_pieces(op.param, address(plan.buffer(op.uses.front())));
-  swap_in.after_update_before = op.after_update;
-  for (const int wait : op.waits) {
-    const PlanOp& earlier = plan.ops[static_cast<size_t>(wait)];
-    if (is_on_device(earlier)) {
-      swap_in.after.push_back(events[static_cast<size_t>(wait)].get());
-    } else {
-      ORLOP_INVARIANT(earlier.lane == PlanLaneKind::kOptimizer);
-      swap_in.after_update = earlier.param;
-    }
-  }
-  return swap_in;
 }
 
 // Arena bytes change hands between steps as the next plan says; nothing of this step may start
@@ -168,7 +153,7 @@ WalkResult Executor::walk(const StepPlan& plan, const WalkInput& input) {
   order_after_previous_walk();
   for (size_t i = 0; i < plan.ops.size(); ++i) issue(walk, i);
   for (const PlanLaneKind lane : kDeviceLanes) queue_of(lane).synchronize();
-  if (swap_lane_ != nullptr) swap_lane_->drain();
+  drain_swaps();
 
   WalkResult result;
   result.labelled_tokens = walk.labelled_tokens;
@@ -216,15 +201,18 @@ void Executor::issue(Walk& walk, size_t index) {
     submit_update(walk, index);
     return;
   }
-  if (op.kind == OpKind::kSwapInParam) {
-    const SwapLane::SwapIn& swap_in = walk.state.swap_ins[walk.state.turn][index];
-    walk.state.tickets[index] =
-        swap_lane_->issue(swap_in, walk.input.version, walk.input.optimizer != nullptr);
+  const bool is_missing = op.micro_batch >= static_cast<int>(walk.state.batches.size());
+  if (is_swap(op)) {
+    issue_swap(walk.plan, op, walk.state.swaps[walk.state.turn][index],
+               {.version = walk.input.version,
+                .updates = walk.input.optimizer != nullptr,
+                .skips = is_missing},
+               walk.state.tickets);
     return;
   }
   Queue& queue = queue_of(op.lane);
   issue_waits(walk, op, queue);
-  if (op.micro_batch < static_cast<int>(walk.state.batches.size())) issue_work(walk, op, queue);
+  if (!is_missing) issue_work(walk, op, queue);
   if (op.signals) queue.record(*walk.state.events[walk.state.turn][index]);
 }
 
@@ -238,17 +226,18 @@ void Executor::issue_waits(Walk& walk, const PlanOp& op, Queue& queue) {
     const PlanOp& earlier = walk.plan.ops[static_cast<size_t>(wait)];
     if (earlier.lane == PlanLaneKind::kOptimizer) {
       wait_update(earlier.param, walk.input.version + 1);
-    } else if (earlier.lane == PlanLaneKind::kSwapIn) {
-      queue.wait_gate(swap_lane_->ended(), walk.state.tickets[static_cast<size_t>(wait)]);
+    } else if (is_swap(earlier)) {
+      queue.wait_gate(swap_lane(earlier.lane).ended(),
+                      walk.state.tickets[static_cast<size_t>(wait)]);
     } else {
       queue.wait(*walk.state.events[walk.state.turn][static_cast<size_t>(wait)]);
     }
   }
 }
 
-// The optimizer's thread orders transfers and updates by the slots that they share. What came up
-// from a drive into the bytes of a gradient was uploaded before the gradient arrived, which is
-// waited for.
+// The optimizer's thread orders transfers and updates by the slots that they share. What moved to
+// or from a drive in the bytes of a gradient was over before the gradient arrived, which is waited
+// for.
 void Executor::submit_update(Walk& walk, size_t index) {
   if (walk.input.optimizer == nullptr) return;
   const StepPlan& plan = walk.plan;
@@ -281,6 +270,8 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       }
       break;
     case OpKind::kUploadParam:
+      upload_param(walk.plan, op, queue);
+      break;
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:
     case OpKind::kOffloadInput:
@@ -324,6 +315,8 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       break;
     case OpKind::kHostAdam:
     case OpKind::kSwapInParam:
+    case OpKind::kSwapInInput:
+    case OpKind::kSwapOutInput:
     case OpKind::kSwapInStates:
     case OpKind::kSwapOutStates:
       break;
@@ -331,8 +324,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
 }
 
 // A copy between the tiers: the operation's one host buffer and its one device buffer, and the
-// StepScalars of an offloaded gradient. A FlatParam's state buffer is copied as far as its compute
-// copy goes.
+// StepScalars of an offloaded gradient.
 void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer* host = nullptr;
   const PlanBuffer* device = nullptr;
@@ -341,11 +333,9 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
     if (buffer.kind == BufferKind::kScalars) continue;
     (buffer.tier == Tier::kHost ? host : device) = &buffer;
   }
-  const bool is_part = op.kind == OpKind::kUploadParam || op.kind == OpKind::kOffloadGrad;
-  std::byte* on_device = is_part ? own_row(*device) : address(*device);
-  const size_t bytes = op.kind == OpKind::kUploadParam   ? input_.shard_param_bytes(op.param)
-                       : op.kind == OpKind::kUploadBatch ? input_.batch_bytes()
-                                                         : std::min(host->bytes, device->bytes);
+  std::byte* on_device = op.kind == OpKind::kOffloadGrad ? own_row(*device) : address(*device);
+  const size_t bytes =
+      op.kind == OpKind::kUploadBatch ? input_.batch_bytes() : std::min(host->bytes, device->bytes);
   if (op.lane == PlanLaneKind::kUpload) {
     queue.upload(on_device, address(*host), bytes);
     uploaded_bytes_ += bytes;
@@ -357,6 +347,21 @@ void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kDevice)) {
     const BufferUse* to = find_use(plan, op, BufferKind::kScalars, Tier::kHost);
     queue.offload(address(plan.buffer(*to)), address(plan.buffer(*scalars)), sizeof(StepScalars));
+  }
+}
+
+// This rank's part of a compute copy, from one or two host buffers in the order of its elements. A
+// state buffer, where the copy comes first, is read as far as that goes.
+void Executor::upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  std::byte* to = own_row(plan.buffer(op.uses.back()));
+  size_t left = input_.shard_param_bytes(op.param);
+  for (size_t part = 0; part + 1 < op.uses.size(); ++part) {
+    const PlanBuffer& from = plan.buffer(op.uses[part]);
+    const size_t bytes = std::min(left, from.bytes);
+    queue.upload(to, address(from), bytes);
+    uploaded_bytes_ += bytes;
+    to += bytes;
+    left -= bytes;
   }
 }
 

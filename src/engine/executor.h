@@ -28,7 +28,8 @@ struct ExecutorMemory {
   std::byte* scalars = nullptr;  // the host's kScalars buffer
   std::vector<Gate> gates;       // one per FlatParam: version that its update has written
   std::vector<Gate> saved;       // likewise: the last save that does not read it any more
-  Gate swapped_in;               // counts what has come up from the drives
+  Gate swapped_in;               // counts what has come from the drives
+  Gate swapped_out;              // and what has gone there
   SwapSpace* swap = nullptr;     // null: nothing is on a drive
 };
 
@@ -83,13 +84,15 @@ class Executor {
   struct Walk;
 
   PlanState& prepare(const StepPlan& plan);
-  SwapLane::SwapIn make_swap_in(const StepPlan& plan, const PlanOp& op,
-                                const std::vector<std::unique_ptr<Event>>& events) const;
+  SwapLane::Swap make_swap(const StepPlan& plan, const PlanOp& op,
+                           const std::vector<std::unique_ptr<Event>>& events) const;
   int64_t stage_batches(Walk& walk);
   void sum_results(WalkResult& result);
   void issue(Walk& walk, size_t index);
   void issue_waits(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_work(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_swap(const StepPlan& plan, const PlanOp& op, const SwapLane::Swap& swap,
+                  SwapLane::Turn turn, std::vector<uint32_t>& tickets);
   void submit_update(Walk& walk, size_t index);
   void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
@@ -99,12 +102,17 @@ class Executor {
   void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_gather_norms(const StepPlan& plan, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;
   // This rank's part of a FlatParam's gradient or compute copy on the device.
   std::byte* own_row(const PlanBuffer& buffer) const;
   std::byte* norm_row(const StepPlan& plan) const;
   std::byte* device_scalars(const StepPlan& plan) const;
   Queue& queue_of(PlanLaneKind lane);
+  SwapLane& swap_lane(PlanLaneKind lane) const {
+    return lane == PlanLaneKind::kSwapIn ? *swap_in_lane_ : *swap_out_lane_;
+  }
+  void drain_swaps();
   void order_after_previous_walk();
   const std::string& name_of(int param) const {
     return input_.layout.flat_params[static_cast<size_t>(param)].name;
@@ -119,7 +127,8 @@ class Executor {
   std::vector<std::vector<DecayRun>> decay_runs_;  // per FlatParam: of this rank's part
   std::unordered_map<const StepPlan*, std::unique_ptr<PlanState>> states_;
   std::array<std::unique_ptr<Event>, 4> ends_;
-  std::unique_ptr<SwapLane> swap_lane_;
+  std::unique_ptr<SwapLane> swap_in_lane_;
+  std::unique_ptr<SwapLane> swap_out_lane_;
   uint64_t uploaded_bytes_ = 0;
   uint64_t offloaded_bytes_ = 0;
 };

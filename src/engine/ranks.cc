@@ -104,6 +104,10 @@ LocalRanks local_ranks(Communicator& ranks) {
   int sharers = 0;
   int index = 0;  // of this rank among them
   for (size_t rank = 0; rank < all.size(); ++rank) {
+    const auto first = std::find_if(all.begin(), all.end(), [&](const Place& place) {
+      return place.machine == all[rank].machine;
+    });
+    local.machines.push_back(static_cast<int>(first - all.begin()));
     if (all[rank].machine != own.machine) continue;
     ++local.count;
     if (all[rank].cpus != own.cpus) continue;

@@ -40,6 +40,7 @@ struct LocalRanks {
   // threads of this rank, and the CPUs for them. Empty: whatever this thread may run on.
   int threads = 1;
   std::vector<int> cpus;
+  std::vector<int> machines;  // per rank: the first rank on the same machine
 };
 LocalRanks local_ranks(Communicator& ranks);
 

@@ -175,11 +175,12 @@ void Session::take_drives(const EngineConfig& config) {
     ranks_.broadcast_values(std::as_writable_bytes(std::span(run)), 0, "drives");
   }
   on_all_ranks(ranks_, "drives", [&] {
-    swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, config,
+    swap_ = std::make_unique<SwapSpace>(planning_.input, planned.placement, planned.train, config,
                                         SwapOwner{ranks_.rank(), run.data()});
   });
   // All slots lie side by side.
   const std::vector<int>& slots = planned.train.swap_slots;
+  if (slots.empty()) return;
   const PlanBuffer& first = planned.train.buffers[static_cast<size_t>(slots.front())];
   swap_->swapper().register_memory({host_arena_.data() + first.offset, slots.size() * first.bytes},
                                    first.bytes);
@@ -207,6 +208,7 @@ ExecutorMemory Session::take_memory() {
   }
   gates += layout().flat_params.size();
   memory.swapped_in = {new (gates) std::atomic<uint32_t>(0)};
+  memory.swapped_out = {new (gates + 1) std::atomic<uint32_t>(0)};
   memory.swap = swap_.get();
   state_memory_ = {memory.device, memory.host, swap_.get()};
   states_ = std::make_unique<StateStore>(make_state_store(QueueKind::kOffload, 2));
@@ -273,6 +275,7 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   UpdateOp update;
   update.param = op.param;
   const bool by_chunks = op.chunk.index >= 0;
+  const bool is_end = op.chunk.begin + op.chunk.numel == input().shard_numel(op.param);
   if (by_chunks) {
     const BufferUse& slot = *find_use(plan, op, BufferKind::kSwapSlot, Tier::kHost);
     const auto found = std::find(plan.swap_slots.begin(), plan.swap_slots.end(), slot.buffer);
@@ -284,14 +287,14 @@ UpdateOp Session::update_op(const PlanOp& op, uint64_t seed) const {
   switch (op.kind) {
     case OpKind::kHostAdam:
       update.parts = update_parts(op, seed);
-      update.is_last = !by_chunks;
+      update.is_last = !by_chunks && is_end;
       break;
     case OpKind::kSwapInStates:
       update.kind = UpdateOp::Kind::kSwapIn;
       break;
     default:
       update.kind = UpdateOp::Kind::kSwapOut;
-      update.is_last = op.chunk.begin + op.chunk.numel == input().shard_numel(op.param);
+      update.is_last = is_end;
   }
   return update;
 }
@@ -304,7 +307,7 @@ std::vector<UpdatePart> Session::update_parts(const PlanOp& op, uint64_t seed) c
   };
   const bool by_chunks = op.chunk.index >= 0;
   const StateAddress whole = states_->host_states(op.param);
-  const StatePlanes planes = by_chunks ? swap_->planes(op.chunk) : states_->planes(op.param);
+  const StatePlanes planes = by_chunks ? swap_->planes(op.chunk) : states_->host_planes(op.param);
   const StateAddress base =
       by_chunks ? swap_->address(op.param, op.chunk, address_of(BufferKind::kSwapSlot), whole.copy)
                 : whole;

@@ -30,12 +30,20 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
     home.numel = input.layout.flat_params[param].numel;
     home.shard = shard_range(home.numel, rank, input.world_size);
     home.tier = Tier::kNvme;  // unless a buffer holds the states
-    if (swap_ != nullptr) home.is_blank.resize(swap_->chunks(static_cast<int>(param)).size());
+    home.host_planes = home.planes;
+    home.host_copy_numel = home.planes.numel;
+    if (swap_ == nullptr || swap_->chunks(static_cast<int>(param)).empty()) continue;
+    home.is_blank.resize(swap_->chunks(static_cast<int>(param)).size());
+    home.host_planes = swap_->host_planes(static_cast<int>(param));
+    home.host_copy_numel = swap_->host_copy_numel(static_cast<int>(param));
   }
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.param < 0 || !buffer.persistent) continue;
     Home& home = homes_[static_cast<size_t>(buffer.param)];
-    if (buffer.kind == BufferKind::kState) {
+    const bool is_on_drives = !home.is_blank.empty();
+    if (buffer.kind == BufferKind::kState && is_on_drives) {
+      home.address.rest = memory.of(buffer);
+    } else if (buffer.kind == BufferKind::kState) {
       home.tier = buffer.tier;
       home.address = state_address(home.planes, memory.of(buffer));
     } else if (buffer.kind == BufferKind::kParam && buffer.tier == Tier::kHost) {
@@ -73,6 +81,8 @@ void StateStore::read_from_copy(int param, std::byte* copy) {
     }
   }
   home.tier = Tier::kHost;
+  home.host_planes = home.planes;
+  home.host_copy_numel = home.planes.numel;
   home.address = to;
 }
 
@@ -84,7 +94,8 @@ StateAddress StateStore::host_states(int param) const {
 
 int64_t StateStore::numel_at_once(int param, int64_t offset) const {
   offset -= home(param).shard.begin;
-  if (tier(param) != Tier::kNvme) return home(param).planes.numel - offset;
+  if (offset < home(param).host_planes.numel || tier(param) != Tier::kNvme)
+    return home(param).host_planes.numel - offset;
   const int64_t chunk_numel = swap_->chunks(param).front().numel;
   return chunk_numel - offset % chunk_numel;
 }
@@ -96,9 +107,17 @@ void StateStore::clear() {
       queue.fill_zero(home.address.copy, home.planes.bytes());
       continue;
     }
-    if (home.address.copy != nullptr) std::memset(home.address.copy, 0, home.planes.copy_bytes);
-    if (home.tier == Tier::kHost) std::memset(home.address.rest, 0, home.planes.rest_bytes);
-    home.is_blank.assign(home.is_blank.size(), true);
+    if (home.address.copy != nullptr)
+      std::memset(
+          home.address.copy, 0,
+          static_cast<size_t>(home.host_copy_numel) * dtype_bytes(home.planes.compute_dtype));
+    if (home.address.rest != nullptr) {
+      std::memset(home.address.rest, 0, home.host_planes.rest_bytes);
+    }
+    for (size_t chunk = 0; chunk < home.is_blank.size(); ++chunk) {
+      const int param = static_cast<int>(&home - homes_.data());
+      home.is_blank[chunk] = swap_->is_on_nvme(param, swap_->chunks(param)[chunk]);
+    }
   }
   loaded_ = {};
   queue.synchronize();
@@ -125,7 +144,7 @@ void StateStore::read(int param, Plane plane, int64_t offset, std::span<float> v
     read_plane(home.planes, home.address, plane, offset, values);
   } else if (home.tier == Tier::kNvme) {
     while (!values.empty()) {
-      const ChunkPart part = load_chunk(param, offset, values.size());
+      const ChunkPart part = load_part(param, offset, values.size());
       read_plane(part.planes, part.address, plane, part.offset, values.first(part.count));
       values = values.subspan(part.count);
       offset += static_cast<int64_t>(part.count);
@@ -157,9 +176,9 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
     write_plane(home.planes, home.address, plane, offset, values);
   } else if (home.tier == Tier::kNvme) {
     while (!values.empty()) {
-      const ChunkPart part = load_chunk(param, offset, values.size());
+      const ChunkPart part = load_part(param, offset, values.size());
       write_plane(part.planes, part.address, plane, part.offset, values.first(part.count));
-      loaded_.is_dirty = true;
+      loaded_.is_dirty = loaded_.is_dirty || part.is_in_slot;
       values = values.subspan(part.count);
       offset += static_cast<int64_t>(part.count);
     }
@@ -193,12 +212,15 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
     queue.synchronize();
     return;
   }
-  if (home.address.copy != nullptr) {
-    std::memcpy(out.data(), home.address.copy + static_cast<size_t>(offset) * element, out.size());
-    return;
+  const int64_t in_memory = home.host_copy_numel - offset;
+  if (in_memory > 0) {
+    const size_t bytes = std::min(out.size(), static_cast<size_t>(in_memory) * element);
+    std::memcpy(out.data(), home.address.copy + static_cast<size_t>(offset) * element, bytes);
+    out = out.subspan(bytes);
+    offset += in_memory;
   }
   while (!out.empty()) {
-    const ChunkPart part = load_chunk(param, offset, out.size() / element);
+    const ChunkPart part = load_part(param, offset, out.size() / element);
     const size_t bytes = part.count * element;
     std::memcpy(out.data(), part.address.copy + static_cast<size_t>(part.offset) * element, bytes);
     out = out.subspan(bytes);
@@ -209,31 +231,40 @@ void StateStore::read_compute_copy(int param, int64_t offset, std::span<std::byt
 // ---------------------------------------------------------------------------------------------------
 // Chunks on drives
 
-// Brings the chunk of element `offset`, of this rank's part, into the slot, and tells where it is;
-// `most` elements are wanted.
-StateStore::ChunkPart StateStore::load_chunk(int param, int64_t offset, size_t most) {
-  const std::vector<StateChunk>& chunks = swap_->chunks(param);
-  const StateChunk& chunk =
-      chunks[static_cast<size_t>(offset / std::max(chunks.front().numel, int64_t{1}))];
-  const Loaded wanted{param, chunk.index, swap_->versions()[static_cast<size_t>(param)], false};
-  if (loaded_.param != param || loaded_.chunk != chunk.index || loaded_.version != wanted.version) {
-    write_back();
-    loaded_ = {};
-    if (home(param).is_blank[static_cast<size_t>(chunk.index)]) {
-      for (const SwapPiece& piece : swap_->chunk_pieces(param, chunk, slot_)) {
-        std::memset(piece.memory.data(), 0, piece.memory.size());
-      }
-    } else {
-      move_chunk(wanted, false);
-    }
-    loaded_ = wanted;
-  }
+// Tells where element `offset`, of this rank's part, is, in host memory or, brought there, in the
+// slot; `most` elements are wanted.
+StateStore::ChunkPart StateStore::load_part(int param, int64_t offset, size_t most) {
+  const Home& home = this->home(param);
   ChunkPart part;
-  part.planes = swap_->planes(chunk);
-  part.address = swap_->address(param, chunk, slot_, home(param).address.copy);
-  part.offset = offset - chunk.begin;
-  part.count = std::min(most, static_cast<size_t>(chunk.numel - part.offset));
+  if (offset < home.host_planes.numel) {
+    part = {home.host_planes, home.address, offset, 0, false};
+  } else {
+    const std::vector<StateChunk>& chunks = swap_->chunks(param);
+    const StateChunk& chunk =
+        chunks[static_cast<size_t>(offset / std::max(chunks.front().numel, int64_t{1}))];
+    load_chunk(param, chunk);
+    part = {swap_->planes(chunk), swap_->address(param, chunk, slot_, home.address.copy),
+            offset - chunk.begin, 0, true};
+  }
+  part.count = std::min(most, static_cast<size_t>(part.planes.numel - part.offset));
   return part;
+}
+
+// Brings the chunk into the slot, unless it is there.
+void StateStore::load_chunk(int param, const StateChunk& chunk) {
+  const Loaded wanted{param, chunk.index, swap_->versions()[static_cast<size_t>(param)], false};
+  if (loaded_.param == param && loaded_.chunk == chunk.index && loaded_.version == wanted.version)
+    return;
+  write_back();
+  loaded_ = {};
+  if (home(param).is_blank[static_cast<size_t>(chunk.index)]) {
+    for (const SwapPiece& piece : swap_->chunk_pieces(param, chunk, slot_)) {
+      std::memset(piece.memory.data(), 0, piece.memory.size());
+    }
+  } else {
+    move_chunk(wanted, false);
+  }
+  loaded_ = wanted;
 }
 
 void StateStore::write_back() {
@@ -273,7 +304,7 @@ void StateStore::flush() {
     const std::vector<bool>& is_blank = homes_[param].is_blank;
     for (size_t chunk = 0; chunk < is_blank.size(); ++chunk) {
       if (!is_blank[chunk]) continue;
-      load_chunk(static_cast<int>(param), swap_->chunks(static_cast<int>(param))[chunk].begin, 0);
+      load_chunk(static_cast<int>(param), swap_->chunks(static_cast<int>(param))[chunk]);
       loaded_.is_dirty = true;
       write_back();
     }

@@ -47,12 +47,16 @@ class StateStore {
   }
   ElementRange part_of_rank(int param, int rank, int64_t offset, int64_t numel) const;
 
-  // Where the planes of a FlatParam lie that the host updates where they are; on drives only
-  // `copy`, if at all.
+  // Where the planes of a FlatParam lie that the host updates where they are; of one on drives what
+  // stays in host memory, if anything does.
   StateAddress host_states(int param) const;
+  // How much of it: planes() or, of a FlatParam on drives, of the chunks that stay.
+  const StatePlanes& host_planes(int param) const {
+    return homes_[static_cast<size_t>(param)].host_planes;
+  }
 
-  // Elements from `offset` on that are moved together: to the end of the chunk on a drive, of this
-  // rank's part elsewhere.
+  // Elements from `offset` on that are moved together: to the end of the chunk on a drive, of what
+  // is in host memory, or of this rank's part.
   int64_t numel_at_once(int param, int64_t offset) const;
 
   // Masters, moments, gaps and padding become zero.
@@ -81,8 +85,10 @@ class StateStore {
     int64_t numel = 0;  // of the FlatParam
     ShardRange shard;
     Tier tier = Tier::kHost;
-    StateAddress address;        // on drives: the compute copy if it stays in memory
-    std::vector<bool> is_blank;  // per chunk on drives: cleared, and not written since
+    StateAddress address;         // on drives: what stays in host memory
+    StatePlanes host_planes;      // of the first elements, all of whose planes are there
+    int64_t host_copy_numel = 0;  // elements whose compute copy is there
+    std::vector<bool> is_blank;   // per chunk on drives: cleared, and not written since
   };
 
   // The chunk that is in the slot.
@@ -93,18 +99,20 @@ class StateStore {
     bool is_dirty = false;
   };
 
-  // A part of an access that lies in one chunk.
+  // A part of an access that lies in one chunk, or in host memory.
   struct ChunkPart {
     StatePlanes planes;
     StateAddress address;
-    int64_t offset = 0;  // of its first element in the chunk
+    int64_t offset = 0;  // of its first element there
     size_t count = 0;
+    bool is_in_slot = true;
   };
 
   const Home& home(int param) const { return homes_[static_cast<size_t>(param)]; }
   template <typename Use>
   void for_staged(const Home& home, size_t count, const Use& use);
-  ChunkPart load_chunk(int param, int64_t offset, size_t most);
+  ChunkPart load_part(int param, int64_t offset, size_t most);
+  void load_chunk(int param, const StateChunk& chunk);
   void write_back();
   void move_chunk(const Loaded& chunk, bool writes);
 

@@ -11,18 +11,29 @@ namespace {
 
 // Compute waits for these; the states that are swapped for an update go after them.
 constexpr int64_t kUrgent = -1;
+// Operations, as far as the main thread may run ahead of them.
+constexpr size_t kMostWaiting = 1024;
+
+std::exception_ptr with_name(const std::exception_ptr& error, const std::string& what) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& inner) {
+    return std::make_exception_ptr(Error(inner.code(), fmt::format("{}: {}", what, inner.what())));
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 
 }  // namespace
 
-SwapLane::SwapLane(nvme::Swapper& swapper, std::vector<Gate> updated,
-                   const std::vector<int64_t>& versions, Gate ended, size_t capacity)
+SwapLane::SwapLane(const char* name, nvme::Swapper& swapper, std::vector<Gate> updated,
+                   const std::vector<int64_t>& versions, Gate ended)
     : swapper_(swapper),
       updated_(std::move(updated)),
       versions_(versions),
       ended_(ended),
-      items_(capacity),
-      pieces_left_(capacity) {
-  thread_ = start_thread("swap", [this] { run(); });
+      items_(kMostWaiting) {
+  thread_ = start_thread(name, [this] { run(); });
 }
 
 SwapLane::~SwapLane() {
@@ -32,20 +43,25 @@ SwapLane::~SwapLane() {
   changed_.wait(lock, [this] { return last_ended_ == issued_; });
 }
 
-uint32_t SwapLane::issue(const SwapIn& swap_in, uint32_t version, bool updates) {
-  Item item{&swap_in, version, updates, 0};
+// The parts of an operation are its pieces and, so that none ends before all have started, itself.
+uint32_t SwapLane::issue(const Swap& swap, const Turn& turn) {
+  Item item{&swap, turn, 0};
   {
     std::lock_guard lock(mutex_);
     item.ticket = ++issued_;
-    pieces_left_[item.ticket % pieces_left_.size()] = swap_in.pieces.size();
+    parts_left_.push_back(swap.pieces.size() + 1);
   }
   items_.push(item);
   return item.ticket;
 }
 
-void SwapLane::drain() {
+void SwapLane::wait_ended() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return last_ended_ == issued_; });
+}
+
+void SwapLane::rethrow() {
+  std::lock_guard lock(mutex_);
   if (error_) std::rethrow_exception(error_);
 }
 
@@ -53,43 +69,55 @@ void SwapLane::run() {
   while (const std::optional<Item> item = items_.pop()) start(*item);
 }
 
-// False when an update has failed.
-bool SwapLane::await_updates(const Item& item) const {
-  if (!item.updates) return true;
-  const auto await = [&](int param, uint32_t version) {
-    if (param < 0) return true;
-    const Gate& gate = updated_[static_cast<size_t>(param)];
+// False when something that it waited for has failed, which is told by whoever failed.
+bool SwapLane::await_all(const Item& item) const {
+  for (Event* event : item.swap->after) event->synchronize();
+  const auto await = [](const Gate& gate, uint32_t version) {
     await_gate(gate, version);
     return gate.value->load() != Gate::kFailed;
   };
-  return await(item.swap_in->after_update_before, item.version) &&
-         await(item.swap_in->after_update, item.version + 1);
+  if (item.swap->after_other >= 0 && !await(item.turn.other->ended(), item.turn.other_ticket))
+    return false;
+  const auto await_update = [&](int param, uint32_t version) {
+    return param < 0 || !item.turn.updates || await(updated_[static_cast<size_t>(param)], version);
+  };
+  return await_update(item.swap->after_update_before, item.turn.version) &&
+         await_update(item.swap->after_update, item.turn.version + 1);
 }
 
-// Every piece ends exactly once, whatever happens.
+// Every part ends exactly once, whatever happens.
 void SwapLane::start(const Item& item) {
+  const std::vector<SwapPiece>& pieces = item.swap->pieces;
   size_t started = 0;
-  const std::vector<SwapPiece>& pieces = item.swap_in->pieces;
   try {
-    for (Event* event : item.swap_in->after) event->synchronize();
-    const size_t param = static_cast<size_t>(item.swap_in->param);
-    if (!await_updates(item)) fail(nullptr);
-    bool skipped = false;
-    {
-      std::lock_guard lock(mutex_);
-      skipped = failed_;
-    }
-    for (; !skipped && started < pieces.size(); ++started) {
-      swapper_.swap_in({pieces[started].key, versions_[param], kUrgent}, pieces[started].memory,
-                       [this, ticket = item.ticket](const std::exception_ptr& error) {
-                         if (error) fail(error);
-                         end_piece(ticket);
-                       });
-    }
+    if (!await_all(item)) fail(nullptr);
+    const bool skips = item.turn.skips || has_failed();
+    for (; !skips && started < pieces.size(); ++started) start_piece(item, pieces[started]);
   } catch (...) {
-    fail(std::current_exception());
+    fail(with_name(std::current_exception(), item.swap->what));
   }
-  for (; started < pieces.size(); ++started) end_piece(item.ticket);
+  for (; started < pieces.size() + 1; ++started) end_part(item.ticket);
+}
+
+void SwapLane::start_piece(const Item& item, const SwapPiece& piece) {
+  const Swap& swap = *item.swap;
+  const int64_t version =
+      swap.param >= 0 ? versions_[static_cast<size_t>(swap.param)] : item.turn.version;
+  const nvme::SwapRequest request{piece.key, version, kUrgent};
+  const auto done = [this, &swap, ticket = item.ticket](const std::exception_ptr& error) {
+    if (error) fail(with_name(error, swap.what));
+    end_part(ticket);
+  };
+  if (swap.op == nvme::IoOp::kRead) {
+    swapper_.swap_in(request, piece.memory, done);
+  } else {
+    swapper_.swap_out(request, piece.memory, done);
+  }
+}
+
+bool SwapLane::has_failed() {
+  std::lock_guard lock(mutex_);
+  return failed_;
 }
 
 void SwapLane::fail(std::exception_ptr error) {
@@ -98,11 +126,12 @@ void SwapLane::fail(std::exception_ptr error) {
   failed_ = true;
 }
 
-void SwapLane::end_piece(uint32_t ticket) {
+void SwapLane::end_part(uint32_t ticket) {
   std::lock_guard lock(mutex_);
-  --pieces_left_[ticket % pieces_left_.size()];
+  --parts_left_[ticket - last_ended_ - 1];
   const uint32_t before = last_ended_;
-  while (last_ended_ != issued_ && pieces_left_[(last_ended_ + 1) % pieces_left_.size()] == 0) {
+  while (!parts_left_.empty() && parts_left_.front() == 0) {
+    parts_left_.pop_front();
     ++last_ended_;
   }
   if (last_ended_ == before && !failed_) return;

@@ -21,7 +21,8 @@ struct SwapOwner {
   std::string run_id;  // the same on all ranks of a run
 };
 
-// What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, the
+// What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, of
+// which the first may stay in host memory, and the block inputs that wait there for backward; the
 // swapper that moves them, and the version of each FlatParam there.
 //
 // A chunk is up to two transfers, which a slot holds one behind the other, each padded to
@@ -29,10 +30,10 @@ struct SwapOwner {
 // side.
 class SwapSpace {
  public:
-  // Takes the space on the drives. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper
-  // does.
-  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const EngineConfig& config,
-            const SwapOwner& owner);
+  // Takes the space on the drives for the states of `placement` and the block inputs of `train`;
+  // all three outlive it. Throws Error(kDoesNotFit) with the bytes missing, and as Swapper does.
+  SwapSpace(const PlanInput& input, const PlacementPlan& placement, const StepPlan& train,
+            const EngineConfig& config, const SwapOwner& owner);
 
   nvme::Swapper& swapper() { return *swapper_; }
   const nvme::Swapper& swapper() const { return *swapper_; }
@@ -42,21 +43,32 @@ class SwapSpace {
   const std::vector<StateChunk>& chunks(int param) const {
     return chunks_[static_cast<size_t>(param)];
   }
-  bool copy_is_on_nvme(int param) const {
-    return placement_.params[static_cast<size_t>(param)].copy == Tier::kNvme;
+  bool is_on_nvme(int param, const StateChunk& chunk) const {
+    return placement_.states_are_on_nvme(param, chunk);
+  }
+  // Of the compute copy the first elements that are at home in host memory.
+  int64_t host_copy_numel(int param) const {
+    return placement_.host_copy_numel(param, input_.shard_numel(param));
   }
 
-  // The transfers of a whole compute copy, which lies at `memory` without gaps.
+  // The transfers of what is on drives of a compute copy, which lies at `memory` without gaps.
   std::vector<SwapPiece> copy_pieces(int param, std::byte* memory) const;
   // Those of one chunk in a slot.
   std::vector<SwapPiece> chunk_pieces(int param, const StateChunk& chunk, std::byte* slot) const;
 
+  // That of a block input between its buffer in the plan's arena on the drives and `memory`.
+  SwapPiece input_piece(const PlanBuffer& on_drive, std::byte* memory) const;
+
   StatePlanes planes(const StateChunk& chunk) const;
+  // Of the chunks together that stay in host memory.
+  StatePlanes host_planes(int param) const;
   // Where the planes of a chunk in a slot lie; `copy` is the FlatParam's compute copy where that
   // stays in memory.
   StateAddress address(int param, const StateChunk& chunk, std::byte* slot, std::byte* copy) const;
 
  private:
+  nvme::ChunkKey input_key(size_t begin) const;
+
   const PlanInput& input_;
   const PlacementPlan& placement_;
   std::vector<std::vector<StateChunk>> chunks_;  // per FlatParam, of those on drives

@@ -106,16 +106,20 @@ class TensorOptimizer::Impl {
     });
   }
 
-  uint32_t measure(int64_t index, const GradientView& gradient, Fence arrived) {
-    const TensorStore::Tensor& tensor = store_.at(index);
-    check(gradient.numel == tensor.spec.numel, ErrorCode::kUsage,
-          "the gradient of '{}' has {} elements, its weights have {}", tensor.spec.name,
-          gradient.numel, tensor.spec.numel);
-    SquareSum& found = result_of(index);
-    return submit_job(index, [this, &tensor, &found, gradient, arrived] {
-      wait_for(arrived, tensor.spec.name);
-      found = square_sum(gradient, queue_scratch_, threads_);
-    });
+  uint32_t measure(std::span<const int64_t> tensors, Fence arrived) {
+    auto batch = std::make_shared<UpdateBatch>();
+    batch->updates.reserve(tensors.size());
+    for (const int64_t index : tensors) {
+      const TensorStore::Tensor& tensor = store_.at(index);
+      const GradientView gradient = kept_gradient(tensor, static_cast<size_t>(tensor.spec.numel));
+      SquareSum& found = result_of(index);
+      batch->updates.push_back(HostUpdate{
+          static_cast<int>(index), {}, tensor.gate(), [this, &tensor, &found, gradient, arrived] {
+            wait_for(arrived, tensor.spec.name);
+            found = square_sum(gradient, queue_scratch_, threads_);
+          }});
+    }
+    return submit(std::move(batch), 0);
   }
 
   GradientNorm measured(int64_t index) {
@@ -213,6 +217,12 @@ int64_t TensorOptimizer::add(std::span<const TensorSpec> tensors) {
   return impl_->store().add(tensors);
 }
 
+void TensorOptimizer::release(int64_t tensor) {
+  impl_->check_owner();
+  impl_->wait(tensor);
+  impl_->store().release(tensor);
+}
+
 std::shared_ptr<const void> TensorOptimizer::memory(int64_t tensor) const {
   impl_->check_owner();
   return impl_->store().at(tensor).arena;
@@ -245,9 +255,9 @@ uint32_t TensorOptimizer::round_sum(int64_t tensor, std::span<const float> sum) 
   return impl_->round_sum(tensor, sum);
 }
 
-uint32_t TensorOptimizer::measure(int64_t tensor, const GradientView& gradient, Fence arrived) {
+uint32_t TensorOptimizer::measure(std::span<const int64_t> tensors, Fence arrived) {
   impl_->check_owner();
-  return impl_->measure(tensor, gradient, arrived);
+  return impl_->measure(tensors, arrived);
 }
 
 GradientNorm TensorOptimizer::measured(int64_t tensor) {

@@ -119,7 +119,21 @@ int64_t TensorStore::add(std::span<const TensorSpec> specs) {
 const TensorStore::Tensor& TensorStore::at(int64_t index) const {
   check(index >= 0 && index < count(), ErrorCode::kUsage, "tensor {} of {} does not exist", index,
         count());
-  return tensors_[static_cast<size_t>(index)];
+  const Tensor& tensor = tensors_[static_cast<size_t>(index)];
+  check(tensor.arena != nullptr, ErrorCode::kUsage, "the states of tensor '{}' were given up",
+        tensor.spec.name);
+  return tensor;
+}
+
+void TensorStore::release(int64_t index) {
+  at(index);
+  Tensor& tensor = tensors_[static_cast<size_t>(index)];
+  const std::shared_ptr<HostArena> arena = std::move(tensor.arena);
+  tensor.states = {};
+  tensor.written = nullptr;
+  const bool is_used = std::any_of(tensors_.begin(), tensors_.end(),
+                                   [&](const Tensor& other) { return other.arena == arena; });
+  if (!is_used) std::erase(arenas_, arena);
 }
 
 void TensorStore::move_weights(int64_t index, void* weights) {

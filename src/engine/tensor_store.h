@@ -32,8 +32,11 @@ class TensorStore {
   // The weights of a tensor whose specification names caller's memory are found at `weights` now.
   void move_weights(int64_t index, void* weights);
 
+  // Forgets the states of a tensor, and their arena with its last tensor.
+  void release(int64_t index);
+
   int64_t count() const { return static_cast<int64_t>(tensors_.size()); }
-  // Throws Error(kUsage) for an index that there is not.
+  // Throws Error(kUsage) for an index that there is not, or not any more.
   const Tensor& at(int64_t index) const;
   const std::vector<std::shared_ptr<HostArena>>& arenas() const { return arenas_; }
 

@@ -7,13 +7,13 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "zero/placement_moves.h"
 #include "zero/plan_check.h"
 #include "zero/simulate.h"
 
 namespace orlop {
 namespace {
 
-constexpr int kMaxPrefetch = 8;
 constexpr int kUsualPrefetch = 2;
 constexpr int kMaxSwapAhead = 4;
 
@@ -28,39 +28,13 @@ constexpr int64_t kLeastChunk = int64_t{1} << 16;
 // updates fall further behind, and is what clipping off is to save.
 constexpr double kInFlightBytesPerParam = 0.5;
 
-// FlatParams in the order in which they become resident: transformer layers from the last to the
-// first, then the head's and the embedding's.
-std::vector<int> residency_order(const ModelLayout& layout) {
-  std::vector<int> layers;
-  std::vector<int> others;
-  for (const BlockLayout& block : layout.blocks) {
-    std::vector<int>& order = block.kind == BlockKind::kTransformer ? layers : others;
-    for (const int param : block.flat_params) {
-      if (std::find(others.begin(), others.end(), param) == others.end()) order.push_back(param);
-    }
-  }
-  std::reverse(layers.begin(), layers.end());
-  std::reverse(others.begin(), others.end());
-  layers.insert(layers.end(), others.begin(), others.end());
-  return layers;
-}
-
-void check_wanted(const PlanInput& input, const PlacementConfig& wanted) {
-  const int params = static_cast<int>(input.layout.flat_params.size());
-  const auto in_range = [](const std::optional<int>& value, int low, int high, const char* field) {
-    check(!value || (*value >= low && *value <= high), ErrorCode::kUsage,
-          "placement.{} is {}; it must lie between {} and {}", field, value.value_or(0), low, high);
-  };
-  in_range(wanted.prefetch_depth, 0, kMaxPrefetch, "prefetch_depth");
-  in_range(wanted.resident_blocks, 0, params, "resident_blocks");
-  in_range(wanted.device_optimizer_blocks, 0, params, "device_optimizer_blocks");
-  in_range(wanted.wave, 1, input.micro_batches, "wave");
-  in_range(wanted.nvme_optimizer_blocks, 0, params, "nvme_optimizer_blocks");
-  in_range(wanted.nvme_param_blocks, 0, wanted.nvme_optimizer_blocks.value_or(params),
-           "nvme_param_blocks");
-  const int64_t chunk = wanted.swap_chunk.value_or(kChunkGranule);
-  check(chunk > 0 && chunk % kChunkGranule == 0, ErrorCode::kUsage,
-        "placement.swap_chunk is {} elements; it must be a multiple of {}", chunk, kChunkGranule);
+// Last FlatParams of which some states are wanted on drives.
+int blocks_on_drives(const PlanInput& input, const PlacementConfig& wanted) {
+  PlacementPlan placement;
+  placement.params.resize(input.layout.flat_params.size());
+  set_wanted_nvme(input, placement, wanted, 0);
+  return static_cast<int>(
+      std::ranges::count(placement.params, Tier::kNvme, &ParamPlacement::optimizer));
 }
 
 class Planner {
@@ -73,14 +47,28 @@ class Planner {
         profile_(profile),
         residency_(residency_order(input.layout)),
         params_(static_cast<int>(input.layout.flat_params.size())),
-        most_on_device_(
-            params_ - wanted.nvme_optimizer_blocks.value_or(wanted.nvme_param_blocks.value_or(0))) {
-  }
+        most_on_device_(params_ - blocks_on_drives(input, wanted)) {}
 
   PlannedStep run() {
+    std::vector<Tier> homes = {Tier::kDevice, Tier::kHost};
+    if (wanted_.activations) homes = {*wanted_.activations};
+    std::optional<PlacementPlan> best = fastest(starts(homes));
+    // They cross the drives twice a step, and that beside compute: after everything else.
+    if (!best && !wanted_.activations && budgets_.nvme_bytes > 0)
+      best = fastest(starts({Tier::kNvme}));
+    if (!best) refuse(homes);
+    PlannedStep planned = build(*best);
+    plan_check(input_, planned.placement, planned.train, true);
+    plan_check(input_, planned.placement, planned.eval, false);
+    return planned;
+  }
+
+ private:
+  // What can be made of `starts` in the given budgets, as far as it fits.
+  std::optional<PlacementPlan> fastest(const std::vector<PlacementPlan>& starts) const {
     std::optional<PlacementPlan> best;
     double best_seconds = 0;
-    for (const PlacementPlan& start : starts()) {
+    for (const PlacementPlan& start : starts) {
       PlacementPlan base = start;
       if (!fits(base) && !make_room_on_host(base) && !make_room_with_drives(base)) continue;
       if (!wanted_.prefetch_depth) {
@@ -99,14 +87,9 @@ class Planner {
         }
       }
     }
-    if (!best) refuse();
-    PlannedStep planned = build(*best);
-    plan_check(input_, planned.placement, planned.train, true);
-    plan_check(input_, planned.placement, planned.eval, false);
-    return planned;
+    return best;
   }
 
- private:
   PlannedStep build(const PlacementPlan& placement) const {
     return {placement, make_train_plan(input_, placement), make_eval_plan(input_, placement)};
   }
@@ -130,23 +113,21 @@ class Planner {
     return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
   }
 
-  // Every combination of wave and home of the block inputs that `wanted` leaves open, with nothing
-  // resident: long waves cross the link less often, short ones hold fewer block inputs but park
-  // gradients.
-  std::vector<PlacementPlan> starts() const {
+  // Every combination of home of the block inputs and of the wave that `wanted` leaves open, with
+  // nothing resident: long waves cross the link less often, short ones hold fewer block inputs but
+  // park gradients.
+  std::vector<PlacementPlan> starts(const std::vector<Tier>& homes) const {
     const int all = input_.micro_batches;
     std::vector<int> waves = {all};
     if (all > 2) waves.push_back((all + 1) / 2);
     if (all > 1) waves.push_back(1);
     if (wanted_.wave) waves = {*wanted_.wave};
-    std::vector<bool> homes = {true, false};
-    if (wanted_.activations_on_device) homes = {*wanted_.activations_on_device};
     std::vector<PlacementPlan> plans;
     for (const int wave : waves) {
-      for (const bool on_device : homes) {
+      for (const Tier home : homes) {
         plans.push_back(smallest_placement(input_, wanted_));
         plans.back().wave = wave;
-        plans.back().activations_on_device = on_device;
+        plans.back().activations = home;
       }
     }
     return plans;
@@ -200,8 +181,11 @@ class Planner {
     for (const bool moves_copies : {false, true}) {
       for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
         PlacementPlan candidate = placement;
-        if (chunk > 0 && !wanted_.swap_chunk) candidate.chunk_numel = chunk;
         if (chunk > 0) candidate.swap_slots = kLeastSlots;
+        if (chunk > 0 && !wanted_.swap_chunk) {
+          candidate.chunk_numel = chunk;
+          set_wanted_nvme(input_, candidate, wanted_, 0);
+        }
         if (!move_to_drives(candidate, moves_copies)) continue;
         placement = candidate;
         return true;
@@ -211,17 +195,18 @@ class Planner {
     return false;
   }
 
-  // The fewest optimizer states, or, with all of them there, the fewest compute copies.
+  // The fewest chunks of optimizer states, or, with all of them there, of compute copies.
   bool move_to_drives(PlacementPlan& placement, bool copies) const {
+    const int chunks = count_chunks(input_, placement);
     if (!copies) {
-      return !wanted_.nvme_optimizer_blocks &&
-             least_that_fits(placement, params_, set_nvme_optimizer);
+      return !wants_nvme_states(wanted_) &&
+             least_that_fits(placement, chunks,
+                             [this](PlacementPlan& p, int n) { set_nvme_states(input_, p, n); });
     }
-    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
-    return !wanted_.nvme_param_blocks &&
-           least_that_fits(placement, states, [states](PlacementPlan& p, int n) {
-             set_nvme_optimizer(p, states);
-             set_nvme_params(p, n);
+    return !wants_nvme_copies(wanted_) &&
+           least_that_fits(placement, chunks, [this](PlacementPlan& p, int n) {
+             set_wanted_nvme(input_, p, wanted_, 1);
+             set_nvme_copies(input_, p, n);
            });
   }
 
@@ -247,8 +232,13 @@ class Planner {
     return true;
   }
 
-  // Spends host memory on compute copies that leave the drives earlier.
+  // Spends host memory on block inputs that stay there, and on compute copies that leave the drives
+  // earlier.
   void spend_on_swapping(PlacementPlan& placement) const {
+    if (placement.activations == Tier::kNvme && !wanted_.activations) {
+      const int inputs = placement.wave * (static_cast<int>(input_.layout.blocks.size()) - 2);
+      grow(placement, 1, inputs - 1, [](PlacementPlan& p, int n) { p.host_inputs = n; });
+    }
     const bool swaps_copies =
         std::any_of(placement.params.begin(), placement.params.end(),
                     [](const ParamPlacement& home) { return home.copy == Tier::kNvme; });
@@ -257,7 +247,8 @@ class Planner {
   }
 
   // Throws with the needs of the start that is short by the least.
-  [[noreturn]] void refuse() const {
+  [[noreturn]] void refuse(std::vector<Tier> homes) const {
+    if (!wanted_.activations && budgets_.nvme_bytes > 0) homes.push_back(Tier::kNvme);
     size_t least = SIZE_MAX;
     size_t device = 0;
     size_t host = 0;
@@ -265,7 +256,7 @@ class Planner {
     const auto shortage = [](size_t need, size_t budget) {
       return need > budget ? need - budget : 0;
     };
-    for (PlacementPlan start : starts()) {
+    for (PlacementPlan start : starts(homes)) {
       if (budgets_.nvme_bytes > 0) swap_all_that_may(start);
       const PlannedStep planned = build(start);
       const size_t total = shortage(device_need(planned), budgets_.device_bytes) +
@@ -297,11 +288,9 @@ class Planner {
   }
 
   void swap_all_that_may(PlacementPlan& placement) const {
-    const int states = wanted_.nvme_optimizer_blocks.value_or(params_);
-    set_nvme_optimizer(placement, states);
-    set_nvme_params(placement, wanted_.nvme_param_blocks.value_or(states));
     placement.swap_slots = kLeastSlots;
     if (!wanted_.swap_chunk) placement.chunk_numel = kLeastChunk;
+    set_wanted_nvme(input_, placement, wanted_, 1);
   }
 
   // Applies `set(placement, n)` with the largest n in [low, high] that fits; leaves it alone if
@@ -339,42 +328,6 @@ class Planner {
     return placement;
   }
 
- public:
-  static void set_resident(PlacementPlan& placement, const std::vector<int>& order, int count) {
-    for (int i = 0; i < count; ++i) {
-      placement.params[static_cast<size_t>(order[static_cast<size_t>(i)])].resident = true;
-    }
-  }
-
-  // The first FlatParams in order of use: the next forward waits for their updates first. The
-  // states of one rank are the whole weights, which so are resident; of several, a part.
-  static void set_device_optimizer(const PlanInput& input, PlacementPlan& placement, int count) {
-    for (int i = 0; i < count; ++i) {
-      ParamPlacement& home = placement.params[static_cast<size_t>(i)];
-      home.optimizer = Tier::kDevice;
-      home.resident = home.resident || input.world_size == 1;
-    }
-  }
-
-  // The last FlatParams in order of use, those that are not updated on the device: the next forward
-  // waits for their updates last.
-  static void set_nvme_optimizer(PlacementPlan& placement, int count) {
-    for (size_t i = placement.params.size() - static_cast<size_t>(count);
-         i < placement.params.size(); ++i) {
-      ParamPlacement& home = placement.params[i];
-      if (home.optimizer == Tier::kHost) home.optimizer = Tier::kNvme;
-    }
-  }
-
-  static void set_nvme_params(PlacementPlan& placement, int count) {
-    for (size_t i = placement.params.size() - static_cast<size_t>(count);
-         i < placement.params.size(); ++i) {
-      ParamPlacement& home = placement.params[i];
-      if (home.optimizer == Tier::kNvme) home.copy = Tier::kNvme;
-    }
-  }
-
- private:
   const PlanInput& input_;
   const Budgets& budgets_;
   const PlacementConfig& wanted_;
@@ -391,19 +344,16 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   PlacementPlan placement;
   placement.params.resize(input.layout.flat_params.size());
   placement.prefetch_depth = wanted.prefetch_depth.value_or(0);
-  placement.activations_on_device = wanted.activations_on_device.value_or(false);
+  placement.activations = wanted.activations.value_or(Tier::kHost);
   placement.wave = wanted.wave.value_or(1);
-  Planner::set_resident(placement, residency_order(input.layout),
-                        wanted.resident_blocks.value_or(0));
-  Planner::set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
+  set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
+  set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
   const int64_t fair_chunk =
       ceil_div(input.layout.numel() / input.world_size, kMostChunks * kChunkGranule);
   placement.chunk_numel =
       wanted.swap_chunk.value_or(std::max(kUsualChunk, fair_chunk * kChunkGranule));
   placement.swap_slots = kUsualSlots;
-  const int params_on_nvme = wanted.nvme_param_blocks.value_or(0);
-  Planner::set_nvme_optimizer(placement, wanted.nvme_optimizer_blocks.value_or(params_on_nvme));
-  Planner::set_nvme_params(placement, params_on_nvme);
+  set_wanted_nvme(input, placement, wanted, 0);
   return placement;
 }
 

@@ -27,9 +27,9 @@ struct PlannedStep {
 // weights (the last blocks first: they are needed again at the turn of the pass) and optimizer
 // shards on the device (accelerators only; the first blocks first: the next forward waits for
 // them), in both orders; the fastest in simulation is taken. Where host memory does not suffice and
-// there are drives, states go there: optimizer states of the last blocks first, compute copies
-// last. What `wanted` states is taken as it is. Throws Error(kDoesNotFit) with need, budget and
-// shortage per tier.
+// there are drives, states go there: optimizer states of the last chunks first, then compute
+// copies; where that does not suffice either, block inputs, too. What `wanted` states is taken as
+// it is. Throws Error(kDoesNotFit) with need, budget and shortage per tier.
 PlannedStep make_placement(const PlanInput& input, const Budgets& budgets,
                            const PlacementConfig& wanted, const HardwareProfile& profile);
 

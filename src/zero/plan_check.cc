@@ -32,6 +32,24 @@ class Checker {
   Checker(const PlanInput& input, const PlacementPlan& placement, const StepPlan& plan)
       : input_(input), placement_(placement), plan_(plan) {}
 
+  // Of a FlatParam on drives, some chunk is there, and no compute copy without its other states.
+  void check_homes() const {
+    for (size_t i = 0; i < placement_.params.size(); ++i) {
+      const ParamPlacement& home = placement_.params[i];
+      const int chunks = placement_.chunk_count(input_.shard_numel(static_cast<int>(i)));
+      const bool states = home.optimizer == Tier::kNvme;
+      const bool copy = home.copy == Tier::kNvme;
+      check(
+          (states || !copy) && home.host_chunks >= 0 && home.host_chunks < (states ? chunks : 1) &&
+              home.host_copies >= (copy ? home.host_chunks : 0) &&
+              home.host_copies < (copy ? chunks : 1),
+          ErrorCode::kInternal,
+          "plan_check: FlatParam {} has {} chunks, keeps the states of {} and the copies of {} in "
+          "host memory",
+          i, chunks, home.host_chunks, home.host_copies);
+    }
+  }
+
   void check_buffers() const {
     for (size_t i = 0; i < plan_.buffers.size(); ++i) {
       const PlanBuffer& buffer = plan_.buffers[i];
@@ -105,12 +123,13 @@ class Checker {
       if (op.kind == OpKind::kRoundGrad) ++rounded[static_cast<size_t>(op.param)];
       if (op.kind == OpKind::kFinishNorm) norm_known = true;
       if (op.kind == OpKind::kUploadParam || op.kind == OpKind::kSwapInParam) check_copies(op);
+      check_input(op);
       if (is_host_update(op.kind) && op.chunk.index >= 0) check_chunk(op, chunks);
       if (op.kind == OpKind::kDeviceAdam || op.kind == OpKind::kHostAdam) {
-        // Chunk by chunk, it counts when the last one is done.
-        const bool whole = op.chunk.index < 0;
+        check_elements(op, chunks);
+        // Part by part, it counts when the last one is done.
         const bool last = op.chunk.begin + op.chunk.numel == input_.shard_numel(op.param);
-        if (whole || last) ++updated[static_cast<size_t>(op.param)];
+        if (last) ++updated[static_cast<size_t>(op.param)];
         check(norm_known && rounded[static_cast<size_t>(op.param)] > 0, ErrorCode::kInternal,
               "plan_check: FlatParam {} is updated before {}", op.param,
               norm_known ? "its gradient is rounded" : "the norm");
@@ -143,7 +162,23 @@ class Checker {
     std::map<int, int64_t> updated;                               // param -> elements
   };
 
-  // Every chunk comes in, is updated and goes out in one slot, in the order of its elements.
+  // What is at home in memory is updated there, then what is on drives, in the order of elements.
+  void check_elements(const PlanOp& op, ChunkCheck& state) const {
+    const bool on_nvme = placement_.params[static_cast<size_t>(op.param)].optimizer == Tier::kNvme;
+    const bool in_memory = op.chunk.index < 0;
+    const int64_t all_in_memory =
+        on_nvme ? placement_.host_states_numel(op.param) : input_.shard_numel(op.param);
+    const bool at_home = in_memory ? op.chunk.numel == all_in_memory
+                                   : placement_.states_are_on_nvme(op.param, op.chunk);
+    int64_t& next = state.updated[op.param];
+    check(at_home && op.chunk.begin == next, ErrorCode::kInternal,
+          "plan_check: {} of elements [{}, {}) of FlatParam {} in {}: element {} is next",
+          op_name(op.kind), op.chunk.begin, op.chunk.begin + op.chunk.numel, op.param,
+          in_memory ? "memory" : "a slot", next);
+    next += op.chunk.numel;
+  }
+
+  // Every chunk comes in, is updated and goes out in one slot.
   void check_chunk(const PlanOp& op, ChunkCheck& state) const {
     int slot = -1;
     for (const BufferUse& use : op.uses) {
@@ -159,26 +194,55 @@ class Checker {
           op.kind == OpKind::kHostAdam ? OpKind::kSwapInStates : OpKind::kHostAdam;
       ok = ok && found != state.slots.end() && found->second == std::pair(before, chunk);
     }
-    if (op.kind == OpKind::kHostAdam) {
-      int64_t& next = state.updated[op.param];
-      ok = ok && op.chunk.begin == next;
-      next += op.chunk.numel;
-    }
     check(ok, ErrorCode::kInternal,
           "plan_check: {} of chunk {} of FlatParam {} in slot {} is out of turn", op_name(op.kind),
           op.chunk.index, op.param, slot);
     state.slots[slot] = {op.kind, chunk};
   }
 
-  // What is uploaded, or comes up from a drive, is this FlatParam's, from where it is at home.
+  // What is uploaded, or comes up from a drive, is this FlatParam's, each part from where it is at
+  // home, and all of it.
   void check_copies(const PlanOp& op) const {
+    const size_t whole = input_.shard_param_bytes(op.param);
+    const size_t element = dtype_bytes(input_.compute_dtype);
+    const size_t at_home = element * static_cast<size_t>(placement_.host_copy_numel(
+                                         op.param, input_.shard_numel(op.param)));
+    size_t covered = op.kind == OpKind::kUploadParam ? 0 : at_home;
     for (const BufferUse& use : op.uses) {
       const PlanBuffer& buffer = plan_.buffer(use);
-      const bool from_nvme = placement_.params[static_cast<size_t>(op.param)].copy == Tier::kNvme;
-      const bool at_home = buffer.tier == Tier::kDevice || buffer.persistent != from_nvme;
-      check(buffer.param == op.param && at_home, ErrorCode::kInternal,
+      check(buffer.param == op.param, ErrorCode::kInternal,
             "plan_check: {} of FlatParam {} uses a buffer of FlatParam {}", op_name(op.kind),
             op.param, buffer.param);
+      if (buffer.tier == Tier::kDevice) continue;
+      const size_t wanted = buffer.persistent ? at_home : whole - at_home;
+      check((wanted > 0 || whole == 0) && buffer.bytes >= wanted &&
+                (buffer.persistent || covered == at_home),
+            ErrorCode::kInternal,
+            "plan_check: {} of FlatParam {} takes {} B from a buffer of {} B in {}",
+            op_name(op.kind), op.param, wanted, buffer.bytes,
+            buffer.persistent ? "its home" : "its way from a drive");
+      covered += wanted;
+    }
+    check(covered == whole, ErrorCode::kInternal,
+          "plan_check: {} of FlatParam {} brings {} of {} B", op_name(op.kind), op.param, covered,
+          whole);
+  }
+
+  // What moves a block input moves that of its block and micro-batch, all of it.
+  void check_input(const PlanOp& op) const {
+    const bool moves = op.kind == OpKind::kOffloadInput || op.kind == OpKind::kUploadInput ||
+                       op.kind == OpKind::kSwapOutInput || op.kind == OpKind::kSwapInInput;
+    if (!moves) return;
+    for (const BufferUse& use : op.uses) {
+      const PlanBuffer& buffer = plan_.buffer(use);
+      check(buffer.kind == BufferKind::kInput && buffer.block == op.block &&
+                buffer.micro_batch == op.micro_batch &&
+                buffer.bytes >= std::max(input_.activation_bytes(), op.swap_bytes),
+            ErrorCode::kInternal,
+            "plan_check: {} of block {}, micro-batch {}, uses a buffer of {} B for block {}, "
+            "micro-batch {}",
+            op_name(op.kind), op.block, op.micro_batch, buffer.bytes, buffer.block,
+            buffer.micro_batch);
     }
   }
 
@@ -294,6 +358,7 @@ class Checker {
 void plan_check(const PlanInput& input, const PlacementPlan& placement, const StepPlan& plan,
                 bool training) {
   const Checker checker(input, placement, plan);
+  checker.check_homes();
   checker.check_buffers();
   checker.check_order();
   checker.check_work(training);

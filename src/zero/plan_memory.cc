@@ -113,6 +113,8 @@ size_t assign_tier(std::vector<PlanBuffer>& buffers, Tier tier) {
 void assign_offsets(StepPlan& plan) {
   plan.device_bytes = assign_tier(plan.buffers, Tier::kDevice);
   plan.host_bytes = assign_tier(plan.buffers, Tier::kHost);
+  plan.nvme_input_bytes = assign_tier(plan.buffers, Tier::kNvme);
+  plan.nvme_bytes += plan.nvme_input_bytes;
 }
 
 void derive_waits(StepPlan& plan) {

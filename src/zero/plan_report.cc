@@ -69,6 +69,29 @@ std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
   return lines;
 }
 
+// How many FlatParams, and which share of all elements, are where.
+void count_homes(const PlanInput& input, const PlacementPlan& placement, PlanReport& report) {
+  report.blocks = static_cast<int>(placement.params.size());
+  double states = 0;
+  double copies = 0;
+  double all = 0;
+  for (int param = 0; param < report.blocks; ++param) {
+    const ParamPlacement& home = placement.params[static_cast<size_t>(param)];
+    const int64_t numel = input.shard_numel(param);
+    report.state_bytes += input.state_bytes(param);
+    if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
+    if (home.resident) ++report.resident_blocks;
+    all += static_cast<double>(numel);
+    if (home.optimizer != Tier::kNvme) continue;
+    ++report.nvme_optimizer_blocks;
+    states += static_cast<double>(numel - placement.host_states_numel(param));
+    if (home.copy == Tier::kNvme) ++report.nvme_param_blocks;
+    copies += static_cast<double>(numel - placement.host_copy_numel(param, numel));
+  }
+  report.nvme_optimizer_share = all > 0 ? states / all : 0;
+  report.nvme_param_share = all > 0 ? copies / all : 0;
+}
+
 }  // namespace
 
 PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const Budgets& budgets,
@@ -87,19 +110,10 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.nvme_bytes = plan.nvme_bytes;
   report.nvme_budget_bytes = budgets.nvme_bytes;
   for (const PlanOp& op : plan.ops) {
-    const bool writes = op.kind == OpKind::kSwapOutStates;
+    const bool writes = op.kind == OpKind::kSwapOutStates || op.kind == OpKind::kSwapOutInput;
     (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
-  const int params = static_cast<int>(planned.placement.params.size());
-  for (int param = 0; param < params; ++param) {
-    const ParamPlacement& home = planned.placement.params[static_cast<size_t>(param)];
-    report.state_bytes += input.state_bytes(param);
-    if (home.optimizer == Tier::kDevice) ++report.device_optimizer_blocks;
-    if (home.resident) ++report.resident_blocks;
-    if (home.optimizer == Tier::kNvme) ++report.nvme_optimizer_blocks;
-    if (home.copy == Tier::kNvme) ++report.nvme_param_blocks;
-  }
-  report.blocks = params;
+  count_homes(input, planned.placement, report);
   report.lines = tier_lines(plan, Tier::kDevice);
   if (input.device_fixed_bytes > 0) {
     report.lines.push_back(
@@ -107,12 +121,14 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   }
   const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
   report.lines.insert(report.lines.end(), host.begin(), host.end());
-  if (plan.nvme_bytes > 0) {
-    report.lines.push_back({Tier::kNvme, "masters and moments", plan.nvme_bytes});
+  for (const auto& [what, bytes] :
+       {std::pair("masters and moments", plan.nvme_bytes - plan.nvme_input_bytes),
+        std::pair("block inputs", plan.nvme_input_bytes)}) {
+    if (bytes > 0) report.lines.push_back({Tier::kNvme, what, bytes});
   }
   report.prefetch_depth = planned.placement.prefetch_depth;
   report.waves = (input.micro_batches + planned.placement.wave - 1) / planned.placement.wave;
-  report.activations_on_device = planned.placement.activations_on_device;
+  report.activations = planned.placement.activations;
   report.updates_in_backward = !input.updates_wait_for_norm;
   const Simulation time = simulate(input, plan, profile);
   report.step_seconds = time.step_seconds;
@@ -120,8 +136,8 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.optimizer_seconds = time.optimizer_seconds;
   for (size_t lane = 0; lane < static_cast<size_t>(kPlanLanes); ++lane) {
     const auto kind = static_cast<PlanLaneKind>(lane);
-    const bool of_drives = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kStatesIn ||
-                           kind == PlanLaneKind::kStatesOut;
+    const bool of_drives = kind == PlanLaneKind::kSwapIn || kind == PlanLaneKind::kSwapOut ||
+                           kind == PlanLaneKind::kStatesIn || kind == PlanLaneKind::kStatesOut;
     if (of_drives && plan.nvme_bytes == 0) continue;
     report.lanes.push_back({lane_name(kind), time.busy_seconds[lane], time.stall_seconds[lane]});
   }
@@ -150,17 +166,18 @@ std::string PlanReport::to_text() const {
                       format_bytes(host_budget_bytes));
   text += fmt::format(
       "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
-      "block inputs on the {}\n",
+      "block inputs on {}\n",
       resident_blocks, blocks, device_optimizer_blocks,
       updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
-      waves == 1 ? "" : "s", activations_on_device ? "device" : "host");
+      waves == 1 ? "" : "s",
+      activations == Tier::kNvme ? "drives" : fmt::format("the {}", tier_name(activations)));
   if (nvme_bytes > 0) {
     text += fmt::format(
-        "  nvme {} of {}: optimizer states of {}, weights of {} parameter groups; {} read and {} "
-        "written per step, {} for a checkpoint\n",
+        "  nvme {} of {}: optimizer states of {} parameter groups ({:.1f} % of all), weights of {} "
+        "({:.1f} %); {} read and {} written per step, {} for a checkpoint\n",
         format_bytes(nvme_bytes), format_bytes(nvme_budget_bytes), nvme_optimizer_blocks,
-        nvme_param_blocks, format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes),
-        format_bytes(save_bytes));
+        100 * nvme_optimizer_share, nvme_param_blocks, 100 * nvme_param_share,
+        format_bytes(nvme_read_bytes), format_bytes(nvme_written_bytes), format_bytes(save_bytes));
   }
   for (const PlanLine& line : lines) {
     text += fmt::format("  {:7} {:36} {:>12}\n", tier_name(line.tier), line.purpose,
@@ -199,16 +216,17 @@ std::string PlanReport::to_json() const {
                              {"nvme_budget_bytes", nvme_budget_bytes},
                              {"nvme_read_bytes", nvme_read_bytes},
                              {"nvme_written_bytes", nvme_written_bytes},
-
                              {"nvme_optimizer_blocks", nvme_optimizer_blocks},
                              {"nvme_param_blocks", nvme_param_blocks},
+                             {"nvme_optimizer_share", nvme_optimizer_share},
+                             {"nvme_param_share", nvme_param_share},
                              {"state_bytes", state_bytes},
                              {"blocks", blocks},
                              {"resident_blocks", resident_blocks},
                              {"device_optimizer_blocks", device_optimizer_blocks},
                              {"prefetch_depth", prefetch_depth},
                              {"waves", waves},
-                             {"activations_on_device", activations_on_device},
+                             {"activations", tier_name(activations)},
                              {"updates_in_backward", updates_in_backward},
                              {"step_seconds", step_seconds},
                              {"compute_seconds", compute_seconds},

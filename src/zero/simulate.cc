@@ -129,17 +129,17 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
       return seconds(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param),
                      profile.device_bytes_per_s);
     case OpKind::kHostAdam: {
-      const double share = op.chunk.index < 0
-                               ? 1.0
-                               : static_cast<double>(op.chunk.numel) /
-                                     static_cast<double>(input.shard_numel(op.param));
+      const double share = static_cast<double>(op.chunk.numel) /
+                           static_cast<double>(std::max<int64_t>(1, input.shard_numel(op.param)));
       const double bytes =
           static_cast<double>(2 * input.state_bytes(op.param) + input.rounded_grad_bytes(op.param));
       return launch + share * bytes / profile.host_bytes_per_s;
     }
     case OpKind::kSwapInParam:
+    case OpKind::kSwapInInput:
     case OpKind::kSwapInStates:
       return seconds(op.swap_bytes, profile.nvme_read_bytes_per_s);
+    case OpKind::kSwapOutInput:
     case OpKind::kSwapOutStates:
       return seconds(op.swap_bytes, profile.nvme_write_bytes_per_s);
   }
@@ -154,6 +154,7 @@ Simulation simulate(const PlanInput& input, const StepPlan& plan, const Hardware
   Simulation result;
   const double over = walk(input, plan, profile, start, times, result);
   const double drives = result.busy_seconds[lane_index(PlanLaneKind::kSwapIn)] +
+                        result.busy_seconds[lane_index(PlanLaneKind::kSwapOut)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesIn)] +
                         result.busy_seconds[lane_index(PlanLaneKind::kStatesOut)];
   result.step_seconds = std::max(over - start, drives);

@@ -14,6 +14,10 @@ size_t PlanInput::activation_bytes() const {
   return static_cast<size_t>(shape.rows * hidden) * dtype_bytes(compute_dtype);
 }
 
+size_t PlanInput::drive_activation_bytes() const {
+  return align_up(activation_bytes(), kDriveAlignment);
+}
+
 // tokens, labels, positions, cu_seqlens and twice (sorted rows, run begins, run indices).
 size_t PlanInput::batch_bytes() const {
   return static_cast<size_t>(10 * (shape.rows + 2)) * sizeof(int32_t) + 10 * kDeviceAlignment;
@@ -48,19 +52,41 @@ size_t PlanInput::state_bytes(int param) const {
 }
 
 bool PlacementPlan::uses_nvme() const {
-  return std::any_of(params.begin(), params.end(),
+  return activations == Tier::kNvme ||
+         std::any_of(params.begin(), params.end(),
                      [](const ParamPlacement& home) { return home.optimizer == Tier::kNvme; });
+}
+
+int PlacementPlan::chunk_count(int64_t numel) const {
+  return static_cast<int>(std::max<int64_t>(1, ceil_div(numel, chunk_numel)));
 }
 
 std::vector<StateChunk> PlacementPlan::chunks(int64_t numel) const {
   std::vector<StateChunk> chunks;
-  int64_t begin = 0;
-  do {  // an empty FlatParam has one empty chunk
-    chunks.push_back(
-        {static_cast<int>(chunks.size()), begin, std::min(chunk_numel, numel - begin)});
-    begin += chunk_numel;
-  } while (begin < numel);
+  for (int index = 0; index < chunk_count(numel); ++index) {
+    const int64_t begin = index * chunk_numel;
+    chunks.push_back({index, begin, std::min(chunk_numel, numel - begin)});
+  }
   return chunks;
+}
+
+bool PlacementPlan::states_are_on_nvme(int param, const StateChunk& chunk) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.optimizer == Tier::kNvme && chunk.index >= home.host_chunks;
+}
+
+bool PlacementPlan::copy_is_on_nvme(int param, const StateChunk& chunk) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.copy == Tier::kNvme && chunk.index >= home.host_copies;
+}
+
+int64_t PlacementPlan::host_states_numel(int param) const {
+  return params[static_cast<size_t>(param)].host_chunks * chunk_numel;
+}
+
+int64_t PlacementPlan::host_copy_numel(int param, int64_t numel) const {
+  const ParamPlacement& home = params[static_cast<size_t>(param)];
+  return home.copy == Tier::kNvme ? home.host_copies * chunk_numel : numel;
 }
 
 size_t chunk_copy_bytes(const PlanInput& input, const StateChunk& chunk) {
@@ -128,6 +154,10 @@ const char* op_name(OpKind kind) {
       return "offload_input";
     case OpKind::kUploadInput:
       return "upload_input";
+    case OpKind::kSwapOutInput:
+      return "swap_out_input";
+    case OpKind::kSwapInInput:
+      return "swap_in_input";
     case OpKind::kZeroGrad:
       return "zero_grad";
     case OpKind::kParkGrad:
@@ -174,6 +204,8 @@ const char* lane_name(PlanLaneKind lane) {
       return "optimizer";
     case PlanLaneKind::kSwapIn:
       return "swap_in";
+    case PlanLaneKind::kSwapOut:
+      return "swap_out";
     case PlanLaneKind::kStatesIn:
       return "state_in";
     case PlanLaneKind::kStatesOut:
@@ -238,14 +270,16 @@ std::string StepPlan::to_text(const PlanInput& input) const {
       text += fmt::format(" {}", input.layout.flat_params[static_cast<size_t>(op.param)].name);
     }
     if (op.micro_batch >= 0) text += fmt::format(" mb{}", op.micro_batch);
-    if (op.chunk.index >= 0) {
+    const bool is_part = op.param >= 0 && op.chunk.numel < input.shard_numel(op.param);
+    if (op.chunk.index >= 0 || (op.kind == OpKind::kHostAdam && is_part)) {
       text += fmt::format(" [{}, {})", op.chunk.begin, op.chunk.begin + op.chunk.numel);
     }
     for (const BufferUse& use : op.uses) {
       const PlanBuffer& b = buffer(use);
-      text += fmt::format(" {}{}:{}@{}+{}",
-                          use.write ? "w:" : "r:", b.tier == Tier::kHost ? "host" : "dev",
-                          buffer_name(b.kind), b.offset, b.bytes);
+      text +=
+          fmt::format(" {}{}:{}@{}+{}",
+                      use.write ? "w:" : "r:", b.tier == Tier::kDevice ? "dev" : tier_name(b.tier),
+                      buffer_name(b.kind), b.offset, b.bytes);
     }
     for (const int wait : op.waits) text += fmt::format(" <{}", wait);
     if (op.after_update >= 0) {

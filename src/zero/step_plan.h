@@ -39,6 +39,7 @@ struct PlanInput {
   bool updates_wait_for_norm = true;
 
   size_t activation_bytes() const;             // one block input of one micro-batch
+  size_t drive_activation_bytes() const;       // likewise where drives read and write it
   size_t batch_bytes() const;                  // index arrays of one micro-batch
   int64_t shard_numel(int param) const;        // a rank's part, with its padding
   size_t param_bytes(int param) const;         // compute copy of all parts
@@ -51,11 +52,14 @@ struct PlanInput {
 };
 
 // Where the states of one FlatParam live between steps. What is on a drive is updated on the host,
-// chunk by chunk; the compute copy may stay in host memory then.
+// chunk by chunk; the compute copy, and the first chunks of either, may stay in host memory then.
 struct ParamPlacement {
   bool resident = false;         // the compute copy stays on the device, too
   Tier optimizer = Tier::kHost;  // masters and moments
   Tier copy = Tier::kHost;       // compute copy: kHost, or kNvme with the optimizer's states there
+  // With kNvme: the first chunks that are at home in host memory all the same; fewer than all.
+  int host_chunks = 0;  // of masters and moments
+  int host_copies = 0;  // of the compute copy: at least host_chunks
 };
 
 // A run of elements of one FlatParam whose states move to and from a drive together.
@@ -76,7 +80,10 @@ inline constexpr size_t kDriveAlignment = 4096;
 struct PlacementPlan {
   std::vector<ParamPlacement> params;
   int prefetch_depth = 1;
-  bool activations_on_device = false;
+  Tier activations = Tier::kHost;  // block inputs between forward and backward
+  // With kNvme: of a wave's block inputs those that backward needs first, which stay in host
+  // memory.
+  int host_inputs = 0;
   int wave = 1;                         // micro-batches that go through a block together
   int64_t chunk_numel = kChunkGranule;  // elements of a StateChunk
   int swap_slots = 4;                   // host buffers through which chunks pass
@@ -85,11 +92,20 @@ struct PlacementPlan {
   int gradients_in_flight = 1;
 
   bool uses_nvme() const;
+  // Of a FlatParam of which a rank's part has `numel` elements; an empty one has one empty chunk.
+  int chunk_count(int64_t numel) const;
   std::vector<StateChunk> chunks(int64_t numel) const;
+  // Where a chunk of a FlatParam is at home.
+  bool states_are_on_nvme(int param, const StateChunk& chunk) const;
+  bool copy_is_on_nvme(int param, const StateChunk& chunk) const;
+  // Elements that the chunks in host memory have together, of a FlatParam on drives.
+  int64_t host_states_numel(int param) const;
+  int64_t host_copy_numel(int param, int64_t numel) const;
 };
 
-// Operations of one lane run, and end, in order. Drives have three: compute copies on their way to
-// the device, and states on their way to and from an update.
+// Operations of one lane run, and end, in order. Drives have four: compute copies and block inputs
+// on their way to the device, block inputs on their way from it, and states on their way to and
+// from an update.
 enum class PlanLaneKind : uint8_t {
   kCompute,
   kUpload,
@@ -97,14 +113,15 @@ enum class PlanLaneKind : uint8_t {
   kOptimizer,
   kComm,
   kSwapIn,
+  kSwapOut,
   kStatesIn,
   kStatesOut
 };
-inline constexpr int kPlanLanes = 8;
+inline constexpr int kPlanLanes = 9;
 
 // The index of one operation per lane, or -1.
 using OpPerLane = std::array<int, kPlanLanes>;
-inline constexpr OpPerLane kNoOps = {-1, -1, -1, -1, -1, -1, -1, -1};
+inline constexpr OpPerLane kNoOps = {-1, -1, -1, -1, -1, -1, -1, -1, -1};
 
 const char* lane_name(PlanLaneKind lane);
 
@@ -116,6 +133,8 @@ enum class OpKind : uint8_t {
   kBackward,       // block, micro_batch; recomputes; the head's also starts the pass
   kOffloadInput,   // block, micro_batch: block input to pinned memory
   kUploadInput,    // block, micro_batch: and back
+  kSwapOutInput,   // block, micro_batch: block input from pinned memory to the drives
+  kSwapInInput,    // block, micro_batch: and back
   kZeroGrad,       // param: fp32 gradient
   kParkGrad,       // to pinned memory, between waves: fp32 gradient of param, or what micro_batch's
                    // backward pass hands to the embedding
@@ -128,7 +147,7 @@ enum class OpKind : uint8_t {
   kFinishNorm,   // all square sums -> StepScalars; with param: of this one alone
   kOffloadScalars,  // StepScalars to pinned memory
   kDeviceAdam,      // param
-  kHostAdam,        // param, or one chunk of it
+  kHostAdam,        // param: elements of chunk, which has an index if they come from a drive
   kSwapInParam,     // param: compute copy from the drives to pinned memory, after its gate
   kSwapInStates,    // param, chunk: what lies on the drives, to a slot
   kSwapOutStates,   // and back
@@ -144,7 +163,8 @@ enum class BufferKind : uint8_t {
   kWorkspace,
   kBatch,  // micro_batch; in the host tier: staging
   kLoss,   // micro_batch
-  kState,  // param: master planes and moments, where its Adam runs
+  kState,  // param: master planes and moments, where its Adam runs; of one on drives the rest
+           // planes of the chunks that stay in host memory
   kRope,
   kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
   kSnapshot,  // of states, while a save is running
@@ -204,9 +224,14 @@ struct StepPlan {
   std::vector<int> swap_slots;  // the last two belong to those who read states between steps
   size_t device_bytes = 0;      // the device arena
   size_t host_bytes = 0;        // the pinned host arena
-  size_t nvme_bytes = 0;        // chunks on the drives
+  size_t nvme_bytes = 0;        // on the drives: chunks of states, and nvme_input_bytes
+  size_t nvme_input_bytes = 0;  // block inputs, which have an arena of their own there
 
-  size_t arena_bytes(Tier tier) const { return tier == Tier::kDevice ? device_bytes : host_bytes; }
+  size_t arena_bytes(Tier tier) const {
+    return tier == Tier::kDevice ? device_bytes
+           : tier == Tier::kHost ? host_bytes
+                                 : nvme_input_bytes;
+  }
   const PlanBuffer& buffer(const BufferUse& use) const {
     return buffers[static_cast<size_t>(use.buffer)];
   }
@@ -219,8 +244,9 @@ struct StepPlan {
 // those that updates open, then those that saves open.
 inline constexpr size_t kLossScaleOffset =
     kDeviceAlignment;  // fp32: loss scale over labelled tokens
-// uint32 per FlatParam, twice, and one that counts swap-ins
+// uint32 per FlatParam, twice, and two that count what came from and went to the drives
 inline constexpr size_t kGatesOffset = 2 * kDeviceAlignment;
+constexpr size_t gates_count(size_t params) { return 2 * params + 2; }
 
 // What lies in a rank's row of the kNormSums buffer: fp64 square sums, then int64 first non-finite
 // indices, counted from the start of the rank's part.

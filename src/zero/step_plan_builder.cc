@@ -4,6 +4,7 @@
 #include "zero/step_plan.h"
 #include "zero/step_plan_draft.h"
 #include "zero/step_plan_fetches.h"
+#include "zero/step_plan_inputs.h"
 #include "zero/step_plan_updates.h"
 
 namespace orlop {
@@ -14,6 +15,7 @@ class Builder {
  public:
   Builder(const PlanInput& input, const PlacementPlan& placement, int micro_batches)
       : draft_(input, placement),
+        inputs_(draft_),
         fetches_(draft_),
         updates_(draft_),
         micro_batches_(micro_batches),
@@ -64,9 +66,7 @@ class Builder {
     // The embedding's backward pass runs once, over the whole step: see embedding_backward_visit().
     const int lowest = last_wave_ ? 0 : 1;
     for (int b = blocks - 2; backward && b >= lowest; --b) visits.push_back({b, true});
-    inputs_.assign(static_cast<size_t>(blocks + 1),
-                   std::vector<int>(static_cast<size_t>(end - begin), -1));
-    host_inputs_ = inputs_;
+    inputs_.begin_wave(begin, end);
     wave_begin_ = begin;
     wave_end_ = end;
     fetches_.begin_wave(visits);
@@ -90,18 +90,19 @@ class Builder {
     for (int mb = wave_begin_; mb < wave_end_; ++mb) {
       std::vector<BufferUse> uses = block_uses(b, workspace);
       uses.push_back({batches_[static_cast<size_t>(mb)], false});
-      if (b > 0) uses.push_back({input(b, mb), false});
+      if (b > 0) uses.push_back({inputs_.on_device(b, mb), false});
       int loss = -1;
       if (is_head(b)) {
         loss = draft_.add_buffer(BufferKind::kLoss, loss_bytes());
         uses.push_back({loss, true});
       } else {
-        input(b + 1, mb) = draft_.add_activation(BufferKind::kInput, b + 1, mb);
-        uses.push_back({input(b + 1, mb), true});
+        int& output = inputs_.on_device(b + 1, mb);
+        output = draft_.add_activation(BufferKind::kInput, b + 1, mb);
+        uses.push_back({output, true});
       }
       set_block(draft_.emit(OpKind::kForward, PlanLaneKind::kCompute, uses), b, mb);
       if (is_head(b)) offload_loss(loss, mb);
-      if (training && !is_head(b)) offload_input(b + 1, mb);
+      if (training && !is_head(b)) inputs_.put_away(b + 1, mb);
     }
   }
 
@@ -109,13 +110,13 @@ class Builder {
     for (const int param : draft_.block(b).flat_params) open_grad(param);
     const int workspace =
         workspace_of(draft_.input.backward_workspace_bytes[static_cast<size_t>(b)], b, true);
-    if (!is_head(b)) upload_input(b, wave_begin_);
+    inputs_.bring_back(b, wave_begin_);
     for (int mb = wave_begin_; mb < wave_end_; ++mb) {
-      if (draft_.placement.prefetch_depth > 0) upload_next_input(b, mb);
-      if (!is_head(b)) upload_input(b, mb);
+      inputs_.bring_ahead(b, mb);
+      inputs_.bring_back(b, mb);
       std::vector<BufferUse> uses = block_uses(b, workspace);
       uses.push_back({batches_[static_cast<size_t>(mb)], false});
-      uses.push_back({input(b, mb), false});
+      uses.push_back({inputs_.on_device(b, mb), false});
       int& grad = activation_grads_[static_cast<size_t>(mb)];
       int loss = -1;
       if (is_head(b)) {
@@ -184,36 +185,7 @@ class Builder {
     return workspace_;
   }
 
-  // ---- block inputs and losses
-
-  // The input of a transformer block is needed again in backward: it goes to pinned memory
-  // meanwhile, unless activations stay on the device. The head's input is used at once.
-  void offload_input(int b, int mb) {
-    if (draft_.placement.activations_on_device || is_head(b)) return;
-    host_input(b, mb) = draft_.add_activation(BufferKind::kInput, b, mb, Tier::kHost);
-    set_block(draft_.emit(OpKind::kOffloadInput, PlanLaneKind::kOffload,
-                          {{input(b, mb), false}, {host_input(b, mb), true}}),
-              b, mb);
-  }
-
-  void upload_input(int b, int mb) {
-    if (b < 1 || host_input(b, mb) < 0) return;
-    input(b, mb) = draft_.add_activation(BufferKind::kInput, b, mb);
-    set_block(draft_.emit(OpKind::kUploadInput, PlanLaneKind::kUpload,
-                          {{host_input(b, mb), false}, {input(b, mb), true}}),
-              b, mb);
-    host_input(b, mb) = -1;
-  }
-
-  // Brings back the input of the micro-batch after (b, mb) in the backward order, one ahead of its
-  // use.
-  void upload_next_input(int b, int mb) {
-    if (mb + 1 < wave_end_) {
-      upload_input(b, mb + 1);
-    } else if (b - 1 >= 1) {
-      upload_input(b - 1, wave_begin_);
-    }
-  }
+  // ---- losses
 
   void offload_loss(int loss, int mb) {
     const int host = draft_.add_buffer(BufferKind::kLoss, loss_bytes(), Tier::kHost);
@@ -272,26 +244,19 @@ class Builder {
 
   bool is_head(int b) const { return draft_.block(b).kind == BlockKind::kHead; }
   size_t loss_bytes() const { return static_cast<size_t>(draft_.input.shape.rows) * sizeof(float); }
-  int& input(int b, int mb) {
-    return inputs_[static_cast<size_t>(b)][static_cast<size_t>(mb - wave_begin_)];
-  }
-  int& host_input(int b, int mb) {
-    return host_inputs_[static_cast<size_t>(b)][static_cast<size_t>(mb - wave_begin_)];
-  }
   static void set_block(PlanOp& op, int b, int mb) {
     op.block = b;
     op.micro_batch = mb;
   }
 
   StepPlanDraft draft_;
+  BlockInputs inputs_;
   ParamFetches fetches_;
   ParamUpdates updates_;
   int micro_batches_;
-  std::vector<int> batches_;                   // [micro-batch] buffer on the device
-  std::vector<std::vector<int>> inputs_;       // [block][micro-batch of the wave] buffer
-  std::vector<std::vector<int>> host_inputs_;  // likewise
-  std::vector<int> activation_grads_;          // [micro-batch] on the device
-  std::vector<int> parked_activation_grads_;   // likewise, in pinned memory between waves
+  std::vector<int> batches_;                  // [micro-batch] buffer on the device
+  std::vector<int> activation_grads_;         // [micro-batch] on the device
+  std::vector<int> parked_activation_grads_;  // likewise, in pinned memory between waves
   int wave_begin_ = 0;
   int wave_end_ = 0;
   bool last_wave_ = true;

@@ -16,8 +16,8 @@ StepPlanDraft::StepPlanDraft(const PlanInput& plan_input, const PlacementPlan& p
       Tier::kDevice, true);
   plan.scalars = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
   plan.host_scalars =
-      add_buffer(BufferKind::kScalars, kGatesOffset + (2 * params_.size() + 1) * sizeof(uint32_t),
-                 Tier::kHost, true);
+      add_buffer(BufferKind::kScalars,
+                 kGatesOffset + gates_count(params_.size()) * sizeof(uint32_t), Tier::kHost, true);
   if (input.snapshot_bytes > 0) {
     plan.snapshot = add_buffer(BufferKind::kSnapshot, input.snapshot_bytes, Tier::kHost, true);
   }
@@ -28,12 +28,11 @@ void StepPlanDraft::add_param(int index) {
   Param& of = param(index);
   const bool on_nvme = home(index).optimizer == Tier::kNvme;
   const Tier tier = on_nvme ? Tier::kHost : home(index).optimizer;  // of the update
-  if (!on_nvme) {
+  if (on_nvme) {
+    add_host_share(index);
+  } else {
     of.state = add_param_buffer(BufferKind::kState, index, input.state_bytes(index), tier, true);
     if (tier == Tier::kHost) of.host_copy = of.state;
-  } else if (home(index).copy == Tier::kHost) {
-    of.host_copy = add_param_buffer(BufferKind::kParam, index, input.shard_param_bytes(index),
-                                    Tier::kHost, true);
   }
   add_scalar_buffers(index, tier);
   if (tier == Tier::kDevice && !has_ranks()) {
@@ -41,6 +40,23 @@ void StepPlanDraft::add_param(int index) {
   } else if (home(index).resident) {
     of.resident_copy =
         add_param_buffer(BufferKind::kParam, index, input.param_bytes(index), Tier::kDevice, true);
+  }
+}
+
+// What of a FlatParam on drives stays in host memory.
+void StepPlanDraft::add_host_share(int index) {
+  const size_t copy_bytes = dtype_bytes(input.compute_dtype);
+  const int64_t copies = placement.host_copy_numel(index, input.shard_numel(index));
+  if (home(index).copy != Tier::kNvme || copies > 0) {
+    param(index).host_copy = add_param_buffer(
+        BufferKind::kParam, index, static_cast<size_t>(copies) * copy_bytes, Tier::kHost, true);
+  }
+  const int64_t states = placement.host_states_numel(index);
+  if (states > 0) {
+    param(index).state = add_param_buffer(
+        BufferKind::kState, index,
+        static_cast<size_t>(states) * (input.state_bytes_per_element() - copy_bytes), Tier::kHost,
+        true);
   }
 }
 

@@ -14,12 +14,12 @@ class StepPlanDraft {
   // The buffers of one FlatParam; -1: none now.
   struct Param {
     int device_copy = -1;    // the compute copy on the device
-    int host_copy = -1;      // likewise in pinned memory: at home there, or come up from a drive
+    int host_copy = -1;      // likewise in pinned memory, what of it is at home there
     bool uploaded = false;   // resident: this step's version is there
     int grad = -1;           // fp32 gradient on the device
     int parked = -1;         // likewise in pinned memory
     int resident_copy = -1;  // persistent buffers
-    int state = -1;          // -1: on the drives
+    int state = -1;          // -1: all on the drives
     int rounded = -1;  // where the rounded gradient waits for the norm, in the tier of the update
     int scalars = -1;  // its own StepScalars, where it does not wait
     int host_scalars = -1;
@@ -55,7 +55,6 @@ class StepPlanDraft {
 
   bool has_ranks() const { return input.world_size > 1; }
   bool is_on_device(int param) const { return home(param).optimizer == Tier::kDevice; }
-  bool copy_is_on_nvme(int param) const { return home(param).copy == Tier::kNvme; }
   const ParamPlacement& home(int param) const {
     return placement.params[static_cast<size_t>(param)];
   }
@@ -68,6 +67,7 @@ class StepPlanDraft {
 
  private:
   void add_param(int index);
+  void add_host_share(int index);
   void add_scalar_buffers(int index, Tier tier);
 
   std::vector<Param> params_;

@@ -51,7 +51,7 @@ void ParamFetches::fetch(int visit) {
          stays_[swapped_in_].first_visit <= visit + draft_.placement.swap_ahead;
        ++swapped_in_) {
     Stay& stay = stays_[swapped_in_];
-    if (stay.fills) stay.host_copy = swap_in(stay.param);
+    if (stay.fills) stay.swapped_in = swap_in(stay.param);
   }
   for (; brought_up_ < stays_.size() && stays_[brought_up_].first_visit <= visit; ++brought_up_) {
     const Stay& stay = stays_[brought_up_];
@@ -60,16 +60,18 @@ void ParamFetches::fetch(int visit) {
                          ? of.resident_copy
                          : draft_.add_param_buffer(BufferKind::kParam, stay.param,
                                                    draft_.input.param_bytes(stay.param));
-    if (stay.fills) fill_device_copy(stay.param, stay.host_copy);
+    if (stay.fills) fill_device_copy(stay.param, stay.swapped_in);
   }
 }
 
-// Returns the buffer in pinned memory that holds the compute copy.
+// Returns the buffer in pinned memory for the chunks of the compute copy that are on drives, side
+// by side, or -1 where none is.
 int ParamFetches::swap_in(int param) {
-  if (!draft_.copy_is_on_nvme(param)) return draft_.param(param).host_copy;
+  if (draft_.home(param).copy != Tier::kNvme) return -1;
   size_t bytes = 0;
   for (const StateChunk& chunk : draft_.placement.chunks(draft_.input.shard_numel(param))) {
-    bytes += chunk_copy_bytes(draft_.input, chunk);
+    if (draft_.placement.copy_is_on_nvme(param, chunk))
+      bytes += chunk_copy_bytes(draft_.input, chunk);
   }
   const int copy = draft_.add_param_buffer(BufferKind::kParam, param, bytes, Tier::kHost);
   draft_.buffer(copy).alignment = kDriveAlignment;
@@ -79,14 +81,17 @@ int ParamFetches::swap_in(int param) {
   return copy;
 }
 
-// Every rank brings its part, from host memory or from the states on its device.
-void ParamFetches::fill_device_copy(int param, int host_copy) {
+// Every rank brings its part, from host memory, what is at home there first, or from the states on
+// its device.
+void ParamFetches::fill_device_copy(int param, int swapped_in) {
   const StepPlanDraft::Param& of = draft_.param(param);
-  if (host_copy >= 0) {
-    draft_
-        .emit(OpKind::kUploadParam, PlanLaneKind::kUpload,
-              {{host_copy, false}, {of.device_copy, true}})
-        .param = param;
+  std::vector<BufferUse> parts;
+  for (const int part : {of.host_copy, swapped_in}) {
+    if (part >= 0) parts.push_back({part, false});
+  }
+  if (!parts.empty()) {
+    parts.push_back({of.device_copy, true});
+    draft_.emit(OpKind::kUploadParam, PlanLaneKind::kUpload, parts).param = param;
   }
   if (!draft_.has_ranks()) return;
   std::vector<BufferUse> uses = {{of.device_copy, true}};

@@ -36,14 +36,14 @@ class ParamFetches {
     int param;
     int first_visit;
     int last_visit;
-    bool fills;          // false: this step's version is there already
-    int host_copy = -1;  // buffer to upload from
+    bool fills;           // false: this step's version is there already
+    int swapped_in = -1;  // buffer in pinned memory of what came up from a drive
   };
 
   bool needs_params(const PlanVisit& visit) const;
   bool needs_filling(int param);
   int swap_in(int param);
-  void fill_device_copy(int param, int host_copy);
+  void fill_device_copy(int param, int swapped_in);
 
   StepPlanDraft& draft_;
   std::vector<Stay> stays_;  // of the wave, in the order of their first visits

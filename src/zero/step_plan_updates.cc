@@ -9,6 +9,7 @@ ParamUpdates::ParamUpdates(StepPlanDraft& draft) : draft_(draft) {
   for (const int param : update_order()) {
     if (draft_.home(param).optimizer != Tier::kNvme) continue;
     for (const StateChunk& chunk : draft_.placement.chunks(draft_.input.shard_numel(param))) {
+      if (!draft_.placement.states_are_on_nvme(param, chunk)) continue;
       chunks_.push_back({param, chunk});
       slot_bytes = std::max(slot_bytes, chunk_bytes(chunks_.back()));
       draft_.plan.nvme_bytes += chunk_bytes(chunks_.back());
@@ -38,7 +39,9 @@ std::vector<int> ParamUpdates::update_order() const {
 
 size_t ParamUpdates::chunk_bytes(const ChunkOfParam& piece) const {
   return chunk_rest_bytes(draft_.input, piece.chunk) +
-         (draft_.copy_is_on_nvme(piece.param) ? chunk_copy_bytes(draft_.input, piece.chunk) : 0);
+         (draft_.placement.copy_is_on_nvme(piece.param, piece.chunk)
+              ? chunk_copy_bytes(draft_.input, piece.chunk)
+              : 0);
 }
 
 void ParamUpdates::take_gradient(int param, int grad) {
@@ -132,20 +135,23 @@ void ParamUpdates::finish_step() {
   }
 }
 
+// Drives bring the first chunks of those that are to come while what is in host memory is updated.
 void ParamUpdates::emit_update(int param, int grad, int scalars) {
-  const int states = draft_.param(param).state;
-  switch (draft_.home(param).optimizer) {
-    case Tier::kDevice:
-      emit_adam(OpKind::kDeviceAdam, param, {grad, scalars, states});
-      break;
-    case Tier::kHost:
-      emit_adam(OpKind::kHostAdam, param, {grad, scalars, states});
-      break;
-    case Tier::kNvme:
-      while (updated_ < chunks_.size() && chunks_[updated_].param == param) {
-        update_chunk(grad, scalars);
-      }
-      break;
+  const StepPlanDraft::Param& of = draft_.param(param);
+  const int64_t numel = draft_.input.shard_numel(param);
+  if (draft_.home(param).optimizer == Tier::kDevice) {
+    emit_adam(OpKind::kDeviceAdam, param, {grad, scalars, of.state}).chunk.numel = numel;
+    return;
+  }
+  swap_in_ahead();
+  const bool on_nvme = draft_.home(param).optimizer == Tier::kNvme;
+  if (of.state >= 0) {
+    PlanOp& adam = emit_adam(OpKind::kHostAdam, param, {grad, scalars, of.state});
+    adam.chunk.numel = on_nvme ? draft_.placement.host_states_numel(param) : numel;
+    if (of.host_copy != of.state) draft_.add_use(adam, {of.host_copy, true});
+  }
+  while (updated_ < chunks_.size() && chunks_[updated_].param == param) {
+    update_chunk(grad, scalars);
   }
 }
 
@@ -159,19 +165,25 @@ PlanOp& ParamUpdates::emit_adam(OpKind kind, int param, const AdamBuffers& buffe
   return op;
 }
 
-// The next chunk is updated in its slot and goes back to its drive. The ones behind it are on
-// their way in, but for the slot of the one before it, which is on its way out.
-void ParamUpdates::update_chunk(int grad, int scalars) {
+// As many chunks are on their way in as there are slots, but for that of the chunk before the next
+// one, which is on its way out.
+void ParamUpdates::swap_in_ahead() {
   const size_t slots = static_cast<size_t>(draft_.placement.swap_slots);
   const size_t ahead = slots > 2 ? slots - 1 : slots;
   for (; states_in_ < std::min(chunks_.size(), updated_ + ahead); ++states_in_) {
     emit_swap(OpKind::kSwapInStates, PlanLaneKind::kStatesIn, states_in_);
   }
+}
+
+// The next chunk is updated in its slot and goes back to its drive.
+void ParamUpdates::update_chunk(int grad, int scalars) {
+  swap_in_ahead();
   const ChunkOfParam& piece = chunks_[updated_];
   PlanOp& adam = emit_adam(OpKind::kHostAdam, piece.param, {grad, scalars, slot_of(updated_)});
   adam.chunk = piece.chunk;
-  const int host_copy = draft_.param(piece.param).host_copy;
-  if (host_copy >= 0) draft_.add_use(adam, {host_copy, true});
+  if (!draft_.placement.copy_is_on_nvme(piece.param, piece.chunk)) {
+    draft_.add_use(adam, {draft_.param(piece.param).host_copy, true});
+  }
   emit_swap(OpKind::kSwapOutStates, PlanLaneKind::kStatesOut, updated_);
   ++updated_;
 }

@@ -45,6 +45,7 @@ class ParamUpdates {
   void keep_in_flight(int host_grad);
   void emit_update(int param, int grad, int scalars);
   PlanOp& emit_adam(OpKind kind, int param, const AdamBuffers& buffers);
+  void swap_in_ahead();
   void update_chunk(int grad, int scalars);
   void emit_swap(OpKind kind, PlanLaneKind lane, size_t index);
   int slot_of(size_t chunk) const;

@@ -22,7 +22,9 @@ namespace orlop::test {
 namespace {
 
 struct RunKind {
-  int device_blocks;  // whose optimizer states live on the device
+  // Whose optimizer states live on the device; -1: they, and the weights, live on a drive; -2: so
+  // do block inputs.
+  int device_blocks;
   double clip;
   bool has_weights = false;  // read from a file, which streams: no second copy of a tensor
 };
@@ -82,11 +84,12 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
 }
 
-// Optimizer states in host memory, all of them on the device, and on a drive.
+// Optimizer states in host memory, all of them on the device, and on a drive, with block inputs or
+// without.
 INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                          ::testing::Values(RunKind{0, 1}, RunKind{5, 1}, RunKind{0, 0},
                                            RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
-                                           RunKind{-1, 0}));
+                                           RunKind{-1, 0}, RunKind{-2, 1}));
 
 // As SmolLM2-135M, where the tied embedding is a fifth of all parameters.
 TinyShape smollm2_shape() {
@@ -126,7 +129,7 @@ double host_bytes_per_parameter(const std::string& model, double clip, int64_t m
   config.limits.device_bytes = size_t{1} << 40;
   config.limits.host_bytes = size_t{1} << 40;
   config.placement.resident_blocks = 0;
-  config.placement.activations_on_device = false;
+  config.placement.activations = Tier::kHost;
   const PlanReport plan = Engine::plan(model, config);
   auto bytes = static_cast<double>(plan.host_bytes);
   for (const PlanLine& line : plan.lines) {

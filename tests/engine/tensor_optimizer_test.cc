@@ -338,30 +338,57 @@ TEST(TensorOptimizer, SumsKeptGradients) {
 
 TEST(TensorOptimizer, MeasuresBehindItsFence) {
   std::vector<float> weights = random_floats(70001, 1);
-  std::vector<float> gradient(70001, NAN);
   TensorOptimizer optimizer(2);
   TensorSpec spec = fp32_spec("w", weights);
+  spec.keep_gradient = true;
   optimizer.add(std::vector{spec, spec});
+  auto* gradient = static_cast<float*>(optimizer.states(1).gradient);
+  std::fill_n(static_cast<float*>(optimizer.states(0).gradient), 70001, 2.0f);
   static std::vector<float> arriving;
   arriving = random_floats(70001, 2);
   const Fence fence{[](void* target) {
                       std::copy(arriving.begin(), arriving.end(), static_cast<float*>(target));
                       return 0;
                     },
-                    gradient.data()};
-  const GradientView view{gradient.data(), DType::kF32, 70001};
-  const uint32_t version = optimizer.measure(1, view, fence);
+                    gradient};
+  const GradientView view{gradient, DType::kF32, 70001};
+  const uint32_t version = optimizer.measure(std::vector<int64_t>{1, 0}, fence);
   const GradientNorm found = optimizer.measured(1);
   EXPECT_EQ(*optimizer.states(1).written_version, version);
+  EXPECT_EQ(optimizer.measured(0).square_sum, 4.0 * 70001);
+  EXPECT_EQ(*optimizer.states(0).written_version, version);
   const GradientNorm expected = optimizer.norm(std::vector{view});
   EXPECT_GT(found.square_sum, 0.0);
   EXPECT_EQ(found.square_sum, expected.square_sum);
   EXPECT_EQ(found.first_element, -1);
 
   gradient[69999] = std::numeric_limits<float>::infinity();
-  optimizer.measure(1, view, {});
+  optimizer.measure(std::vector<int64_t>{1}, {});
   EXPECT_EQ(optimizer.measured(1).first_element, 69999);
   EXPECT_EQ(optimizer.measured(1).first_tensor, 0);
+}
+
+TEST(TensorOptimizer, ReleasedTensorsGiveTheirMemoryBack) {
+  std::vector<float> weights = random_floats(5000, 1);
+  const std::vector<float> gradient = random_floats(5000, 3);
+  TensorOptimizer optimizer(1);
+  const TensorSpec spec = fp32_spec("w", weights);
+  optimizer.add(std::vector{spec, spec});
+  optimizer.add(std::vector{spec});
+  EXPECT_EQ(optimizer.ranges().size(), 2u);
+  const std::weak_ptr<const void> held = optimizer.memory(0);
+  optimizer.update(std::vector{make_update(0, gradient, 1)}, 1.0f, 1);
+  optimizer.release(0);
+  EXPECT_EQ(optimizer.ranges().size(), 2u);
+  EXPECT_FALSE(held.expired());  // the other tensor of the same add() is in it
+  optimizer.release(1);
+  EXPECT_EQ(optimizer.ranges().size(), 1u);
+  EXPECT_TRUE(held.expired());
+  const TensorUpdate late = make_update(0, gradient, 2);
+  EXPECT_THROW(optimizer.update(std::vector{late}, 1.0f, 2), Error);
+  EXPECT_THROW(optimizer.release(0), Error);
+  optimizer.update(std::vector{make_update(2, gradient, 1)}, 1.0f, 2);
+  optimizer.synchronize();
 }
 
 TEST(TensorOptimizer, ForkedChildIsRefusedAndLeavesItAlone) {

@@ -67,8 +67,10 @@ const Placement kPlacements[] = {
        swap_states(c, 3, 3);
        c.optimizer.max_grad_norm = 0;
      }},
-    {"a snapshot of states on a drive", [](EngineConfig& c) {
+    {"a snapshot of states of which part is on a drive", [](EngineConfig& c) {
        swap_states(c, 5, 5);
+       c.placement.nvme_optimizer_share = 0.7;
+       c.placement.nvme_param_share = 0.4;
        c.limits.snapshot_bytes = size_t{8} << 20;
      }}};
 

@@ -32,14 +32,14 @@ size_t least_device_bytes(const std::string& model, EngineConfig config) {
   config.placement = {.prefetch_depth = 0,
                       .resident_blocks = 0,
                       .device_optimizer_blocks = 0,
-                      .activations_on_device = false,
+                      .activations = Tier::kHost,
                       .wave = 1};
   return Engine::plan(model, config).device_peak_bytes;
 }
 
 size_t least_host_bytes(const std::string& model, EngineConfig config) {
   config.placement.device_optimizer_blocks = 5;
-  config.placement.activations_on_device = true;
+  config.placement.activations = Tier::kDevice;
   config.placement.wave = static_cast<int>(config.batch.accumulation_steps);
   return Engine::plan(model, config).host_bytes;
 }
@@ -59,7 +59,7 @@ std::vector<Variant> variants(const std::string& model) {
   }
   add("least host", [model](EngineConfig& c) {
     c.placement.device_optimizer_blocks = 5;
-    c.placement.activations_on_device = true;
+    c.placement.activations = Tier::kDevice;
     c.placement.wave = 3;
     c.limits.host_bytes = least_host_bytes(model, c);
   });
@@ -67,7 +67,7 @@ std::vector<Variant> variants(const std::string& model) {
     add("prefetch " + std::to_string(depth), [depth](EngineConfig& c) {
       c.placement.prefetch_depth = depth;
       c.placement.resident_blocks = 0;
-      c.placement.activations_on_device = depth % 2 == 1;
+      c.placement.activations = depth % 2 == 1 ? Tier::kDevice : Tier::kHost;
       c.placement.wave = 1 + depth % 3;
     });
   }
@@ -75,7 +75,7 @@ std::vector<Variant> variants(const std::string& model) {
     add("wave " + std::to_string(wave), [wave](EngineConfig& c) {
       c.placement.wave = wave;
       c.placement.resident_blocks = wave;
-      c.placement.activations_on_device = false;
+      c.placement.activations = Tier::kHost;
     });
   }
   for (const int blocks : {1, 3, 5}) {
@@ -127,7 +127,7 @@ class OffloadEqualsResident : public ::testing::TestWithParam<Case> {
 TEST_P(OffloadEqualsResident, ForEveryPlacementAndBudget) {
   EngineConfig resident = config_;
   resident.placement.resident_blocks = 5;
-  resident.placement.activations_on_device = true;
+  resident.placement.activations = Tier::kDevice;
   resident.placement.wave = 3;
   const RunRecord expected = run_with(resident);
   ASSERT_TRUE(std::isfinite(expected.losses.back()));
@@ -169,19 +169,23 @@ TEST(UpdatesInBackward, AreThoseThatWaitForANormThatClipsNothing) {
   }
 }
 
-// Shares of the optimizer states and of the weights on drives: none, 2 of 5 blocks, all.
+// Shares of the optimizer states and of the weights on drives: none, all, and some of the chunks of
+// every block or of the last ones.
 TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
   const RunRecord expected = run_with(config_);
   config_.placement.swap_chunk = 4096;  // far less than a FlatParam has
   struct Share {
     int states;
     int weights;
+    double of_states = 1;
+    double of_weights = 1;
   };
   for (const std::string& parent : {std::string("/dev/shm"), ::testing::TempDir()}) {
     for (const std::string engine : {"io_uring", "threads"}) {
       if (engine == "io_uring" && report_io().engine != engine) continue;
       for (const int drives : {1, 3}) {
-        for (const Share share : {Share{2, 2}, Share{5, 0}, Share{5, 5}}) {
+        for (const Share share :
+             {Share{5, 0}, Share{5, 5}, Share{5, 5, 0.37, 0.37}, Share{3, 2, 0.75, 0.37}}) {
           std::vector<std::unique_ptr<TempFolder>> folders;
           EngineConfig config = config_;
           for (int drive = 0; drive < drives; ++drive) {
@@ -191,13 +195,45 @@ TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
           config.nvme.engine = engine;
           config.placement.nvme_optimizer_blocks = share.states;
           config.placement.nvme_param_blocks = share.weights;
+          config.placement.nvme_optimizer_share = share.of_states;
+          config.placement.nvme_param_share = share.of_weights;
           config.placement.prefetch_depth = share.weights % 3;
           config.placement.wave = 1 + share.states % 3;
           EXPECT_TRUE(same_bits(expected, run_with(config, drives == 3)))
-              << share.states << " blocks of states, " << share.weights << " of weights on "
-              << drives << " drives in " << parent << " through " << engine;
+              << share.of_states << " of " << share.states << " blocks of states, "
+              << share.of_weights << " of " << share.weights << " of weights on " << drives
+              << " drives in " << parent << " through " << engine;
         }
       }
+    }
+  }
+}
+
+// Block inputs of waves of every length, alone, and beside states on the same drives. The last step
+// lacks a micro-batch.
+TEST_P(OffloadEqualsResident, ForBlockInputsOnDrives) {
+  const RunRecord expected = run_with(config_);
+  config_.placement.swap_chunk = 4096;
+  config_.placement.activations = Tier::kNvme;
+  for (const std::string engine : {"io_uring", "threads"}) {
+    if (engine == "io_uring" && report_io().engine != engine) continue;
+    for (const int wave : {1, 2, 3}) {
+      const TempFolder folder(wave == 2 ? "/dev/shm" : ::testing::TempDir());
+      EngineConfig config = config_;
+      config.nvme.paths = {folder.path().string()};
+      config.nvme.engine = engine;
+      config.placement.wave = wave;
+      config.placement.prefetch_depth = wave % 3;
+      config.placement.nvme_optimizer_blocks = wave == 1 ? 0 : 5;
+      config.placement.nvme_param_blocks = wave == 3 ? 4 : 0;
+      config.placement.nvme_optimizer_share = 0.75;
+      config.placement.nvme_param_share = 0.5;
+      const auto opened = Engine::open(model(), config);
+      EXPECT_EQ(opened->plan().activations, Tier::kNvme);
+      EXPECT_TRUE(same_bits(expected, run(*opened, {.evaluate_between = wave == 2})))
+          << "waves of " << wave << " through " << engine;
+      EXPECT_GE(opened->stats().nvme_read_bytes,
+                static_cast<size_t>(kRunSteps - 1) * opened->plan().nvme_read_bytes);
     }
   }
 }
@@ -217,6 +253,34 @@ TEST_P(OffloadEqualsResident, InWhatIsExported) {
     EXPECT_EQ(slurp(folder + "/config.json"), slurp(model() + "/config.json"));
     EXPECT_NO_THROW(Engine::open(folder, config_));
   }
+}
+
+// Budgets that leave nothing but the drives: the planner puts block inputs there, but for those
+// that there is room for.
+TEST(BlockInputs, GoToTheDrivesWhereNothingElseFits) {
+  const TempFolder folder;
+  write_tiny_model(folder / "model", TinyFamily::kLlama);
+  const std::string model = (folder / "model").string();
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.batch.micro_batch_size = 64;
+  const RunOptions options{.until = 5};
+  const RunRecord expected = run(*Engine::open(model, config), options);
+  config.nvme.paths = {(folder / "swap").string()};
+  config.placement.wave = 3;
+  config.placement.swap_chunk = 4096;
+  EngineConfig least = config;
+  least.placement.resident_blocks = 0;
+  least.placement.prefetch_depth = 0;
+  least.placement.activations = Tier::kNvme;
+  least.placement.nvme_optimizer_share = least.placement.nvme_param_share = 1;
+  const PlanReport plan = Engine::plan(model, least);
+  config.limits.device_bytes = plan.device_peak_bytes;
+  config.limits.host_bytes = plan.host_bytes + plan.host_bytes / 4;
+  const auto engine = Engine::open(model, config);
+  EXPECT_EQ(engine->plan().activations, Tier::kNvme);
+  EXPECT_LE(engine->plan().host_bytes, *config.limits.host_bytes);
+  EXPECT_LT(engine->plan().nvme_bytes, plan.nvme_bytes) << "some of what is told there stays";
+  EXPECT_TRUE(same_bits(expected, run(*engine, options)));
 }
 
 // What is tied is told by the config, never by equal bytes, and is written once.
@@ -289,6 +353,25 @@ TEST(InstructionSets, GiveTheSameBits) {
   EXPECT_TRUE(same_bits(expected, run_under("avx512")));
   config.placement.device_optimizer_blocks = 2;
   EXPECT_TRUE(same_bits(expected, run_under("avx512")));
+}
+
+// The sum of equal micro-batches is kept in fp32: their mean is the gradient of one, though a sum
+// in bf16 would have lost every addend behind the first few.
+TEST(Accumulation, OfManyEqualMicroBatchesInBf16KeepsEveryOne) {
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  const MicroBatch batch = random_batches(1, config.batch, 61, 3).front();
+  for (const int resident : {0, 5}) {
+    config.placement.resident_blocks = resident;
+    const auto norm_of = [&](int64_t count) {
+      config.batch.accumulation_steps = count;
+      const std::vector<MicroBatch> batches(static_cast<size_t>(count), batch);
+      return Engine::open(folder.path().string(), config)->step(batches).grad_norm;
+    };
+    const double one = norm_of(1);
+    EXPECT_NEAR(norm_of(64), one, 1e-5 * one) << resident << " blocks resident";
+  }
 }
 
 // One batch of eight rows, cut into micro-batches in four ways: only the order of summation

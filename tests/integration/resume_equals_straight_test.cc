@@ -51,17 +51,22 @@ const Placement kPlacements[] = {
      [](EngineConfig& c) {
        c.placement.resident_blocks = 0;
        c.placement.prefetch_depth = 0;
-       c.placement.activations_on_device = false;
+       c.placement.activations = Tier::kHost;
        c.placement.wave = 1;
      }},
     {"device optimizer", [](EngineConfig& c) { c.placement.device_optimizer_blocks = 3; }},
     {"all on the device",
      [](EngineConfig& c) {
        c.placement.device_optimizer_blocks = 5;
-       c.placement.activations_on_device = true;
+       c.placement.activations = Tier::kDevice;
      }},
     {"optimizer states on a drive", [](EngineConfig& c) { swap_states(c, 4, 0); }},
-    {"all on a drive", [](EngineConfig& c) { swap_states(c, 5, 5); }}};
+    {"all on a drive", [](EngineConfig& c) { swap_states(c, 5, 5); }},
+    {"part of every block on a drive", [](EngineConfig& c) {
+       swap_states(c, 5, 5);
+       c.placement.nvme_optimizer_share = 0.6;
+       c.placement.nvme_param_share = 0.3;
+     }}};
 
 RunRecord tail(const RunRecord& record, size_t from) {
   RunRecord rest = record;

@@ -115,6 +115,54 @@ TEST_F(SwapFaults, AnUnreadableOrUnwritableChunkIsOneErrorAndTheCheckpointResume
   }
 }
 
+// Where all that is on the drive are block inputs.
+TEST_F(SwapFaults, ABlockInputThatIsLostIsOneErrorThatNamesIt) {
+  config_.placement.nvme_optimizer_blocks = config_.placement.nvme_param_blocks = 0;
+  config_.placement.activations = Tier::kNvme;
+  struct Case {
+    IoOp op;
+    int skip;
+    const char* operation;
+    Fault fault;
+    const char* reason;
+  };
+  for (const Case& c :
+       {Case{IoOp::kWrite, 0, "swap_out of shard", Fault::fail(EIO), "Input/output"},
+        {IoOp::kWrite, 2, "swap_out of shard", Fault::fail(ENOSPC), "No space left"},
+        {IoOp::kRead, 0, "swap_in of shard", Fault::fail(EIO), "Input/output"},
+        {IoOp::kRead, 2, "swap_in of shard", Fault::flip(100), "checksum"}}) {
+    config_.nvme.verify = "full";
+    std::atomic<bool> broken{false};
+    std::atomic<int> seen{0};
+    const Faults faults([&](const IoRequest& request, uint64_t) {
+      return broken && request.op == c.op && seen++ >= c.skip ? c.fault : Fault::none();
+    });
+    auto engine = open();
+    run(*engine, {.until = 2});
+    fs::remove_all(run_dir());
+    engine->save_checkpoint(run_dir(), "", 1);
+    broken = true;
+    const std::string text = error_of_steps(*engine, 3, ErrorCode::kIo);
+    EXPECT_THAT(text, HasSubstr("block input of layer."));
+    EXPECT_THAT(text, HasSubstr("micro-batch"));
+    EXPECT_THAT(text, HasSubstr(c.operation));
+    EXPECT_THAT(text, HasSubstr("orlop-r0.swap"));
+    EXPECT_THAT(text, HasSubstr("offset"));
+    EXPECT_THAT(text, HasSubstr(c.reason));
+    expect_resumes(std::move(engine));
+  }
+}
+
+TEST_F(SwapFaults, BlockInputsSurviveShortLateAndRepeatedTransfers) {
+  config_.placement.activations = Tier::kNvme;
+  const Faults faults([](const IoRequest& request, uint64_t nth) {
+    if (nth % 5 == 1) return Fault::cut(request.bytes / 2 + nth % 97);
+    if (nth % 5 == 2) return Fault::fail(nth % 2 == 0 ? EINTR : EAGAIN);
+    return Fault::late(std::chrono::microseconds((nth * 7919) % 300));
+  });
+  EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast})));
+}
+
 TEST_F(SwapFaults, ShortLateAndRepeatedTransfersGiveTheSameBits) {
   const Faults faults([](const IoRequest& request, uint64_t nth) {
     if (nth % 5 == 1) return Fault::cut(request.bytes / 2 + nth % 97);

@@ -96,6 +96,7 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
     config.nvme.paths = {run_dir + "/swap"};
     config.placement.nvme_optimizer_blocks = 5;
     config.placement.nvme_param_blocks = 5;
+    if (device_blocks < -1) config.placement.activations = Tier::kNvme;
   }
   config.optimizer.max_grad_norm = clip;
   run_and_print_peak(model, run_dir, config);
@@ -106,7 +107,7 @@ void measure_tight_memory(const std::string& model, const std::string& run_dir, 
   EngineConfig least = config;
   least.placement.resident_blocks = 0;
   least.placement.device_optimizer_blocks = 0;
-  least.placement.activations_on_device = false;
+  least.placement.activations = Tier::kHost;
   least.placement.prefetch_depth = 0;
   const PlanReport plan = Engine::plan(model, least);
   config.limits.device_bytes = plan.device_peak_bytes;

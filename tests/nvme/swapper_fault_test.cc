@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <random>
 #include <thread>
 
@@ -16,6 +18,7 @@
 #include "mounts.h"
 #include "nvme/direct_io.h"
 #include "nvme/swapper.h"
+#include "nvme/write_ledger.h"
 #include "support.h"
 
 namespace orlop::nvme {
@@ -395,22 +398,19 @@ TEST_P(SwapperFault, BadSlotsAreRefusedAtOnce) {
               HasSubstr("shard 99 chunk 0"));
 }
 
-TEST_P(SwapperFault, TheWriteBudgetOfADayHoldsOverRuns) {
+TEST_P(SwapperFault, TheCountOfADayHoldsOverRuns) {
   TempDir dir;
   auto real = backend([](const IoRequest&, uint64_t) { return Fault::none(); });
   auto again = backend([](const IoRequest&, uint64_t) { return Fault::none(); });
   ORLOP_SKIP_WITHOUT(real);
   auto chosen = options({dir.path()});
-  chosen.writes_per_day_bytes = 3 * align_up(kChunkBytes, 4096);
+  chosen.keep_count_of_day = true;
   auto first = std::make_unique<Swapper>(chosen, std::move(real));
   Swapper& swapper = *first;
   swapper.begin_step();
   out(swapper, 0, 1);
   out(swapper, 1, 1);
   EXPECT_EQ(swapper.stats().step_bytes_written, 2 * align_up(kChunkBytes, 4096));
-  EXPECT_NO_THROW(swapper.check_write_budget(align_up(kChunkBytes, 4096)));
-  EXPECT_THAT(error_of([&] { swapper.check_write_budget(align_up(kChunkBytes, 4096) + 1); }),
-              HasSubstr("limits.nvme_writes_per_day"));
   swapper.begin_step();
   EXPECT_EQ(swapper.stats().step_bytes_written, 0u);
   EXPECT_EQ(swapper.stats().bytes_written, 2 * align_up(kChunkBytes, 4096));
@@ -418,7 +418,29 @@ TEST_P(SwapperFault, TheWriteBudgetOfADayHoldsOverRuns) {
   const Swapper second(chosen, std::move(again));
   EXPECT_EQ(second.stats().bytes_written, 0u);
   EXPECT_EQ(second.stats().day_bytes_written, 2 * align_up(kChunkBytes, 4096));
-  EXPECT_THROW(second.check_write_budget(2 * align_up(kChunkBytes, 4096)), Error);
+}
+
+// A run of fewer ranks goes on from what all ranks of the one before have written.
+TEST(WriteLedger, TakesOverTheCountsOfRanksThatAreGone) {
+  TempDir dir;
+  for (const int rank : {0, 1, 2}) {
+    WriteLedger ledger(dir.path(), rank, 3);
+    ledger.add(100u << rank);
+    ledger.save();
+  }
+  const auto today = [&](int rank, int world_size) {
+    return WriteLedger(dir.path(), rank, world_size).bytes_today();
+  };
+  EXPECT_EQ(today(1, 3), 200u);
+  EXPECT_EQ(today(0, 2), 100u + 400u);
+  EXPECT_EQ(today(1, 2), 200u) << "taken once";
+  EXPECT_EQ(today(0, 1), 700u);
+  EXPECT_EQ(today(0, 1), 700u);
+  std::ofstream(dir.path() + "/orlop-r1.writes") << "0 12345";
+  std::ofstream(dir.path() + "/orlop-r2.writes") << "what is this";
+  std::ofstream(dir.path() + "/orlop-rx.writes") << "not ours";
+  EXPECT_EQ(today(0, 1), 700u) << "another day, and no count at all";
+  EXPECT_TRUE(std::filesystem::exists(dir.path() + "/orlop-rx.writes"));
 }
 
 }  // namespace

@@ -1,11 +1,6 @@
-"""The copies between a device and the optimizer's memory, with a host link in the place of the CUDA one:
-weights that are not the optimizer's memory, gradients that arrive late, uploads after their update."""
+"""The copies between a device and the optimizer's memory, with a host link in the place of the CUDA one."""
 
 from __future__ import annotations
-
-import ctypes
-import threading
-import time
 
 import pytest
 
@@ -13,105 +8,14 @@ torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
 from adam_reference import Reference  # noqa: E402
-from orlop import adamw  # noqa: E402
-
-_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-
-
-class Late:
-    """Ends when a timer copies the gradient, behind the copy before it, as on a stream."""
-
-    def __init__(self, host, grad, before):
-        self.done = threading.Event()
-        self.before = before.done if before is not None else None
-        self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
-        threading.Timer(0.003, self._copy, (host, grad.clone())).start()
-
-    def _copy(self, host, grad):
-        assert self.before is None or self.before.wait(30)
-        host.copy_(grad)
-        self.done.set()
-
-    def synchronize(self):
-        assert self.done.wait(30)
-
-
-class HostLink:
-    """The interface of DeviceLink over plain memory; uploads run on a thread of their own, in order."""
-
-    room = 0  # bytes of sums on the "device"
-
-    def __init__(self, device, limit=None):
-        self.pending = []
-        self.uploads = self.offloads = 0
-        self.left = HostLink.room
-        self.last = None  # copy of a gradient
-
-    def pin(self, ranges):
-        self.ranges = ranges
-
-    def unpin(self):
-        self.make_current_stream_wait()
-
-    close = unpin
-
-    def offload(self, grad, slot):
-        slot.native.wait([slot.index])
-        self.offloads += 1
-        self.last = Late(slot.host_gradient, grad, self.last)
-        return self.last
-
-    def take_room(self, size):
-        if size > self.left:
-            return False
-        self.left -= size
-        return True
-
-    def wait_arrival(self, arrival):
-        if arrival is not None:
-            arrival.synchronize()
-
-    def fence(self, arrival):
-        return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
-
-    def read_weights(self, parameter):
-        return parameter.detach().as_strided((parameter.numel(),), (1,)).clone()
-
-    def write_weights(self, slot):
-        slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
-
-    def begin_uploads(self):
-        self.make_current_stream_wait()
-
-    def upload(self, native, slot, version):
-        assert any(begin <= native.written_address(slot.index) < begin + size for begin, size in self.ranges)
-        gate = ctypes.c_uint32.from_address(native.written_address(slot.index))
-
-        def copy():
-            while gate.value < version:
-                time.sleep(0.0005)
-            slot.param.data.as_strided((slot.numel,), (1,)).copy_(slot.host_weights)
-
-        self.uploads += 1
-        slot.uploaded = threading.Thread(target=copy)
-        slot.uploaded.start()
-        self.pending.append(slot.uploaded)
-
-    def wait_upload(self, slot):
-        for thread in self.pending:
-            thread.join()
-
-    def make_current_stream_wait(self):
-        for thread in self.pending:
-            thread.join()
-        self.pending.clear()
-
+from host_link import HostLink, all_away  # noqa: E402
+from orlop import adam_slots  # noqa: E402
 
 @pytest.fixture
 def away(monkeypatch):
     """All parameters are treated as those of a device."""
-    monkeypatch.setattr(adamw, "DeviceLink", HostLink)
-    monkeypatch.setattr(orlop.AdamW, "_is_away", staticmethod(lambda p: True))
+    with all_away(monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
@@ -130,7 +34,7 @@ def away(monkeypatch):
 def test_masters_and_weights_equal_the_formula(away, monkeypatch, dtype, gradients, counts, room, hidden):
     """Case N-09: after each step the weights are the rounded masters, all elements. Micro-batches are summed in
     fp32 and rounded once, wherever that happens and however their number changes from step to step."""
-    monkeypatch.setattr(HostLink, "room", room)
+    monkeypatch.setattr(HostLink, "room_bytes", room)
     torch.manual_seed(3)
     model = torch.nn.ModuleList([torch.nn.Linear(9, 7), torch.nn.Linear(130, 3)]).to(dtype)
     params = list(model.parameters())
@@ -164,9 +68,9 @@ def test_masters_and_weights_equal_the_formula(away, monkeypatch, dtype, gradien
 @pytest.mark.parametrize("room", [0, 1 << 20], ids=["host", "device"])
 def test_sums_on_the_device_leave_once(away, monkeypatch, room):
     """From the second step on one copy of each gradient leaves, inside the backward that was the last one before."""
-    monkeypatch.setattr(HostLink, "room", room)
+    monkeypatch.setattr(HostLink, "room_bytes", room)
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in [(7,), (130, 3)]]
-    optimizer = orlop.AdamW(params, lr=0.1)
+    optimizer = orlop.AdamW(params, lr=0.1, states="host")
     (link,) = optimizer._links.values()
     offloads = []
     for count in [3, 3, 3, 5, 2, 2, 1]:
@@ -274,16 +178,16 @@ def test_a_zero_written_into_host_weights_stays_a_zero(away, dtype):
         optimizer.zero_grad()
     optimizer.synchronize()
     slot = optimizer._slots[p]
-    assert not slot.is_written()
+    assert not slot.home.is_written()
     if dtype == torch.bfloat16:
         assert (slot.planes["master_lo"] < 0).any()  # rests that would turn a zero into a NaN
-    slot.host_weights[::2] = 0
+    slot.home.weights[::2] = 0
     optimizer.param_groups[0]["lr"] = 0.0
-    kept = slot.host_weights.clone()
+    kept = slot.home.weights.clone()
     p.sum().backward()
     optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(slot.host_weights, kept)
+    assert torch.equal(slot.home.weights, kept)
     assert optimizer.master(p).isfinite().all()
     optimizer.close()
 
@@ -337,7 +241,7 @@ def test_model_that_moves_to_the_device_after_the_optimizer(monkeypatch):
             o.step()
             o.zero_grad()
         if step == 1:
-            monkeypatch.setattr(adamw, "DeviceLink", HostLink)
+            monkeypatch.setattr(adam_slots, "DeviceLink", HostLink)
             monkeypatch.setattr(orlop.AdamW, "_is_away", staticmethod(lambda x: x is p))
             optimizer._slots[p].device = torch.device("meta")  # anything but where it is
     assert torch.equal(p, q)

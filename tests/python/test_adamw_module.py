@@ -184,7 +184,7 @@ def test_failed_update_reaches_the_next_forward():
     slot = optimizer._slots[model.blocks[1].weight]
     address = ctypes.cast(never, ctypes.c_void_p).value
     view, owner = slot.view()
-    update = orlop._orlop.TensorUpdate(slot.index, view, orlop._orlop.AdamHyper(), address, 0)
+    update = orlop._orlop.TensorUpdate(slot.home.index, view, orlop._orlop.AdamHyper(), address, 0)
     optimizer._native.update([update], 1.0, 7, [owner])
     optimizer._gate.close([slot])
     with pytest.raises(orlop.DeviceError, match=r"step 7.*blocks\.1\.weight.*999"):

@@ -531,6 +531,32 @@ def test_a_file_groups_limits_and_drives(capsys, model_dir, tmp_path):
     assert (plan["nvme_budget_bytes"], plan["nvme_optimizer_blocks"]) == (2**30, 2)
 
 
+def test_shares_and_block_inputs_on_drives(capsys, model_dir, tmp_path):
+    plan = ("plan", "--model", model_dir("llama"), "--device", "host", "--seq-len", 16, "--json")
+    drives = ("--nvme", tmp_path / "swap", "--activations", "nvme", "--nvme-optimizer-share", 1)
+    code, out, err = run(capsys, *plan, *drives, "--nvme-param-share", 0.5)
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert (result["activations"], result["nvme_optimizer_share"]) == ("nvme", 1)
+    lines = {line["purpose"]: line["bytes"] for line in result["lines"] if line["tier"] == "nvme"}
+    assert sorted(lines) == ["block inputs", "masters and moments"]
+    assert sum(lines.values()) == result["nvme_bytes"]
+    code, _, err = run(capsys, *plan, "--activations", "nvme")
+    assert (code, "no swap directory is given" in err) == (2, True)
+    code, _, err = run(capsys, *plan, *drives, "--nvme-param-share", 1.5)
+    assert (code, "is not within 0..1" in err) == (2, True)
+
+
+def test_finetune_with_block_inputs_on_a_drive_gives_the_same_model(capsys, model_dir, text_file, tmp_path):
+    weights = []
+    for name, extra in (("at-home", ()), ("swapped", ("--nvme", tmp_path / "swap", "--activations", "nvme"))):
+        code, out, _ = finetune(capsys, model_dir("llama"), text_file, tmp_path / name, *extra)
+        assert code == 0
+        weights.append((tmp_path / name / "hf" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert "block inputs on drives" in out
+
+
 def test_bench_reports_steps(capsys, model_dir):
     code, out, _ = run(
         capsys,

@@ -60,11 +60,11 @@ def test_updates_equal_those_of_the_host(dtype, moments, decoupled):
             grad = torch.randn(numel, generator=generator).to(dtype)
             h, factor = hyper(step, decoupled, maximize=step == 3), 0.3 if step == 2 else 1.0
             view = _orlop.GradientView(grad.data_ptr(), DTYPES[dtype], numel)
-            slot.native.update([_orlop.TensorUpdate(slot.index, view, h)], factor, step, [grad])
-            slot.native.synchronize()
+            slot.home.native.update([_orlop.TensorUpdate(slot.home.index, view, h)], factor, step, [grad])
+            slot.home.native.synchronize()
             on_device = grad.cuda()
-            _orlop.device_adam_step(
-                shard_of(dtype, moments, planes, on_device), h, factor, scratch.data_ptr(), device,
+            _orlop.device_adam_steps(
+                [shard_of(dtype, moments, planes, on_device)], [h], factor, scratch.data_ptr(), device,
                 torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
             torch.cuda.synchronize()
@@ -81,24 +81,28 @@ def test_updates_equal_those_of_the_host(dtype, moments, decoupled):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("numel", [0, *SIZES])
-def test_square_sums_equal_those_of_the_host(numel):
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_square_sums_equal_those_of_the_host(dtype):
+    """In one call, in rows of their own; the index of the first NaN or Inf too."""
+    sizes = [0, *SIZES]
     native = _orlop.TensorOptimizer(1)
-    scratch = torch.empty(_orlop.device_optimizer_scratch_bytes(numel), dtype=torch.uint8, device="cuda")
-    for bad in [None, numel - 1]:
-        if bad is not None and numel > 0:
-            values[bad] = math.inf
-        found = torch.empty(2, dtype=torch.float64, device="cuda")
-        on_device = values.cuda()
-        _orlop.device_square_sum(
-            on_device.data_ptr(), numel, found.data_ptr(), scratch.data_ptr(), torch.cuda.current_device(),
-            torch.cuda.current_stream().cuda_stream,
+    scratch = torch.empty(_orlop.device_optimizer_scratch_bytes(max(sizes)), dtype=torch.uint8, device="cuda")
+    rows = list(reversed(range(len(sizes))))
+    for bad in [False, True]:
+        values = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in sizes]
+        for tensor in values[1:] if bad else []:
+            tensor[-1] = math.inf
+        found = torch.empty(len(sizes), 2, dtype=torch.float64, device="cuda")
+        on_device = [tensor.cuda() for tensor in values]
+        _orlop.device_square_sums(
+            [(tensor.data_ptr(), DTYPES[dtype], tensor.numel()) for tensor in on_device], rows, found.data_ptr(),
+            scratch.data_ptr(), torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
-        view = _orlop.GradientView(values.data_ptr(), DTYPES[torch.float32], numel)
-        total, _, first = native.norm([view])
-        assert found[0].item() == total
-        assert found.view(torch.int64)[1].item() == first
+        for tensor, row in zip(values, rows, strict=True):
+            view = _orlop.GradientView(tensor.data_ptr(), DTYPES[dtype], tensor.numel())
+            total, _, first = native.norm([view])
+            assert found[row, 0].item() == total
+            assert found.view(torch.int64)[row, 1].item() == first
 
 
 def test_shards_that_cannot_be_updated_are_refused():
@@ -112,7 +116,7 @@ def test_shards_that_cannot_be_updated_are_refused():
 
     def step(planes, grad):
         shard = shard_of(torch.bfloat16, torch.float32, planes, grad)
-        _orlop.device_adam_step(shard, hyper(1), 1.0, 0, 0, 0)
+        _orlop.device_adam_steps([shard], [hyper(1)], 1.0, 0, 0, 0)
 
     with pytest.raises(orlop.UsageError, match="F32.*BF16"):
         step(planes, torch.zeros(8))

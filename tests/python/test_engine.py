@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -301,3 +303,30 @@ def test_the_trace_is_chrome_json(model_dir, token_file, tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     assert any(event["ph"] == "X" for event in events)
+
+
+def test_exit_while_work_runs(model_dir, token_file, tmp_path):
+    """The interpreter ends while an update, a background save and writes to a drive run, with and without a
+    reference to the engine."""
+    (tmp_path / "drive").mkdir()
+    code = f"""
+import orlop
+config = orlop.EngineConfig(
+    device="host",
+    batch=orlop.BatchConfig(micro_batch_size=2, sequence_length=32, accumulation_steps=1),
+    placement=orlop.PlacementConfig(nvme_optimizer_blocks=2),
+    nvme=orlop.NvmeConfig(paths=[{str(tmp_path / "drive")!r}]),
+)
+loader = orlop.DataLoader({str(token_file)!r}, config.batch, seed=1, shuffle=True)
+engine = orlop.Engine.open({str(model_dir("llama"))!r}, config)
+engine.step([loader.next()])
+engine.save_checkpoint({str(tmp_path / "run")!r}, "", 1, orlop.SaveMode.BACKGROUND)
+engine.step([loader.next()])
+"""
+    for end in ("", "del engine", "engine.close()", "keep = [engine]; keep.append(keep)") * 3:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}{end}\nprint('end', flush=True)"],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", ""), end
+    assert not list((tmp_path / "drive").glob("*.shard")), "files of ended runs"

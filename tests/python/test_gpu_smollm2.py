@@ -117,14 +117,14 @@ def placements(model: str):
     yield from ((f"budget of the least and {share:.0%} of the states", budget(share)) for share in (0, 0.1, 0.5))
     yield from ((f"prefetch {depth}", set_placement(prefetch_depth=depth, resident_blocks=0)) for depth in range(5))
     yield from ((f"{n} shards on the device", set_placement(device_optimizer_blocks=n)) for n in (1, 12, 32))
-    yield "inputs in host memory, waves of 1", set_placement(activations_on_device=False, wave=1)
+    yield "inputs in host memory, waves of 1", set_placement(activations=orlop.Tier.HOST, wave=1)
 
 
 _LEAST = {
     "prefetch_depth": 0,
     "resident_blocks": 0,
     "device_optimizer_blocks": 0,
-    "activations_on_device": False,
+    "activations": orlop.Tier.HOST,
     "wave": 1,
 }
 

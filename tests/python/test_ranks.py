@@ -116,6 +116,23 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, output
 
 
+def test_the_limit_of_writes_per_day_is_that_of_all_ranks(inputs, tmp_path):
+    drives = ("--nvme", tmp_path / "swap", "--nvme-optimizer-blocks", 3, "--nvme-param-blocks", 2)
+    plan = ("plan", "--model", inputs / "model", "--device", "host", "--seq-len", 32, "--precision", "fp32", "--json")
+    command = [str(word) for word in (sys.executable, "-m", "orlop", *plan, *drives, "--ranks", 2)]
+    per_step = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[
+        "nvme_written_bytes"
+    ]
+    limit = ("--nvme-writes-per-day", 2 * 5 * per_step)
+    code, output = finish(start(inputs, tmp_path / "run", "gpus", 2, 2, *drives, *limit))
+    assert code == 3, output
+    assert "by 2 ranks on the machine of rank 0" in output and "saved" in output
+    (saved,) = (path for path in (tmp_path / "run").iterdir() if path.name.startswith("step-"))
+    assert 2 <= int(saved.name.removeprefix("step-")) <= 4
+    code, output = finish(start(inputs, tmp_path / "run", "gpus", 2, 2, *drives, "--nvme-writes-per-day", "1TiB"))
+    assert (code, f"resumed from {saved}" in output) == (0, True), output
+
+
 def records(out) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -84,6 +84,27 @@ RunRecord run_on_ranks(int world_size, const std::string& model, EngineConfig co
   return records.front();
 }
 
+::testing::AssertionResult close_states(const States& expected, const States& found) {
+  if (expected.size() != found.size()) {
+    return ::testing::AssertionFailure() << found.size() << " states, not " << expected.size();
+  }
+  for (const auto& [name, values] : expected) {
+    const std::vector<float>& others = found.at(name);
+    double difference = 0;
+    double norm = 0;
+    for (size_t i = 0; i < values.size(); ++i) {
+      difference += std::pow(static_cast<double>(others[i]) - static_cast<double>(values[i]), 2);
+      norm += std::pow(static_cast<double>(values[i]), 2);
+    }
+    const double bound = name.ends_with(".master") ? kMasterBound : kMomentBound;
+    if (!(std::sqrt(difference) <= bound * std::sqrt(norm))) {
+      return ::testing::AssertionFailure()
+             << name << ": relative difference " << std::sqrt(difference / norm);
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
 ::testing::AssertionResult close_losses(const RunRecord& expected, const RunRecord& found) {
   const auto losses = close_values("loss", expected.losses, found.losses);
   return losses ? close_values("norm", expected.norms, found.norms) : losses;

@@ -33,4 +33,10 @@ RunRecord run_on_ranks(int world_size, const std::string& model, EngineConfig co
 inline constexpr double kLossBound = 1e-5;
 ::testing::AssertionResult close_losses(const RunRecord& expected, const RunRecord& found);
 
+// The states of such runs: every plane of every tensor by the relative error of its Frobenius norm.
+// Masters move by a thousandth of themselves, so that a part which was not updated shows.
+inline constexpr double kMasterBound = 1e-5;
+inline constexpr double kMomentBound = 1e-3;
+::testing::AssertionResult close_states(const States& expected, const States& found);
+
 }  // namespace orlop::test

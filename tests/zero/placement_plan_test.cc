@@ -29,7 +29,7 @@ TEST(PlacementPlan, EverythingGoesOnTheDeviceWhenItFits) {
     EXPECT_EQ(home.optimizer, Tier::kDevice);
   }
   EXPECT_EQ(planned.placement.wave, 2);
-  EXPECT_TRUE(planned.placement.activations_on_device);
+  EXPECT_EQ(planned.placement.activations, Tier::kDevice);
 }
 
 TEST(PlacementPlan, NeverExceedsABudgetAndIsNoSlowerWhenGivenMore) {
@@ -76,12 +76,12 @@ TEST(PlacementPlan, WantedSettingsAreTakenAsTheyAre) {
   wanted.prefetch_depth = 3;
   wanted.resident_blocks = 2;
   wanted.device_optimizer_blocks = 1;
-  wanted.activations_on_device = false;
+  wanted.activations = Tier::kHost;
   wanted.wave = 2;
   const PlacementPlan plan = make_placement(input, {kPlenty, kPlenty}, wanted, profile()).placement;
   EXPECT_EQ(plan.prefetch_depth, 3);
   EXPECT_EQ(plan.wave, 2);
-  EXPECT_FALSE(plan.activations_on_device);
+  EXPECT_EQ(plan.activations, Tier::kHost);
   EXPECT_EQ(plan.params[0].optimizer, Tier::kDevice);
   EXPECT_EQ(plan.params[1].optimizer, Tier::kHost);
   EXPECT_TRUE(plan.params[4].resident);  // the last layer
@@ -141,6 +141,114 @@ TEST(PlacementPlan, ShortHostMemoryMovesStatesToTheDrives) {
     }
   }
   EXPECT_GT(copies_before, 0);
+}
+
+// What stays in host memory is as much as fits: one more chunk would not.
+TEST(PlacementPlan, HostMemoryIsUsedToItsLastChunk) {
+  const PlanInput input = large_input();
+  const size_t states = host_states(input);
+  const size_t layer = input.state_bytes(1);
+  int split = 0;
+  for (size_t percent = 120; percent >= 30; percent -= 10) {
+    const Budgets budgets{size_t{4} << 30, states * percent / 100, size_t{4} << 30};
+    const PlannedStep planned = make_placement(input, budgets, {}, profile());
+    const PlacementPlan& plan = planned.placement;
+    if (!plan.uses_nvme()) continue;
+    const size_t chunk = static_cast<size_t>(plan.chunk_numel) * input.state_bytes_per_element();
+    const size_t host = std::max(planned.train.host_bytes, planned.eval.host_bytes);
+    EXPECT_LE(host, budgets.host_bytes);
+    EXPECT_LE(budgets.host_bytes - host, chunk) << percent << " %";
+    for (const ParamPlacement& home : plan.params)
+      split += home.host_chunks > 0 || home.host_copies > 0 ? 1 : 0;
+    EXPECT_LT(chunk, layer) << "a chunk is less than a block";
+  }
+  EXPECT_GE(split, 3);
+}
+
+TEST(PlacementPlan, WantedSharesAreThoseOfEveryBlock) {
+  const PlanInput input = large_input();
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = 0.5;
+  wanted.nvme_param_share = 0.25;
+  wanted.swap_chunk = kChunkGranule;
+  const Budgets budgets{size_t{4} << 30, size_t{4} << 30, size_t{4} << 30};
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  for (size_t i = 0; i < planned.placement.params.size(); ++i) {
+    const ParamPlacement& home = planned.placement.params[i];
+    const int chunks = planned.placement.chunk_count(input.shard_numel(static_cast<int>(i)));
+    EXPECT_EQ(home.optimizer, Tier::kNvme) << i;
+    EXPECT_EQ(home.host_chunks, chunks / 2) << i;
+    EXPECT_EQ(home.host_copies, chunks - (chunks + 3) / 4) << i;
+  }
+  const PlanReport report = make_report(input, planned, budgets, profile());
+  EXPECT_NEAR(report.nvme_optimizer_share, 0.5, 0.01);
+  EXPECT_NEAR(report.nvme_param_share, 0.25, 0.01);
+  wanted.nvme_optimizer_blocks = 2;
+  wanted.nvme_param_blocks = 1;
+  const PlacementPlan last = make_placement(input, budgets, wanted, profile()).placement;
+  const size_t count = last.params.size();
+  EXPECT_EQ(last.params[count - 3].optimizer, Tier::kHost);
+  EXPECT_EQ(last.params[count - 2].optimizer, Tier::kNvme);
+  EXPECT_EQ(last.params[count - 2].copy, Tier::kHost);
+  EXPECT_GT(last.params[count - 2].host_chunks, 0);
+}
+
+TEST(PlacementPlan, MoreWeightsThanStatesOnDrivesAreRefused) {
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = 0.3;
+  wanted.nvme_param_share = 0.4;
+  try {
+    make_placement(large_input(), {kPlenty, kPlenty, kPlenty}, wanted, profile());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("nvme_param_share is 0.4"));
+  }
+}
+
+// With all states there and host memory still short, block inputs go, too; as many as fit stay.
+TEST(PlacementPlan, BlockInputsGoToTheDrivesLast) {
+  PlanInput input = large_input();
+  input.micro_batches = 4;
+  input.shape = {65536, 65536};
+  PlacementConfig wanted;
+  wanted.wave = 4;
+  const size_t inputs = 8 * 4 * input.activation_bytes();
+  const Budgets plenty{size_t{4} << 30, size_t{16} << 30, size_t{16} << 30};
+  wanted.activations = Tier::kHost;
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = 1;
+  const size_t least = make_train_plan(input, smallest_placement(input, wanted)).host_bytes;
+  wanted.activations = {};
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = {};
+  Budgets budgets = plenty;
+  budgets.device_bytes = make_train_plan(input, smallest_placement(input, wanted)).device_bytes;
+  EXPECT_EQ(make_placement(input, budgets, wanted, profile()).placement.activations, Tier::kHost);
+  budgets.host_bytes = least - inputs / 2;
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  EXPECT_EQ(planned.placement.activations, Tier::kNvme);
+  EXPECT_LE(planned.train.host_bytes, budgets.host_bytes);
+  EXPECT_LE(
+      budgets.host_bytes - planned.train.host_bytes,
+      std::max(input.activation_bytes(), static_cast<size_t>(planned.placement.chunk_numel) * 12))
+      << "host memory is used";
+  const PlanReport report = make_report(input, planned, budgets, profile());
+  EXPECT_EQ(report.activations, Tier::kNvme);
+  size_t on_drives = 0;
+  for (const PlanLine& line : report.lines) {
+    if (line.tier == Tier::kNvme && line.purpose == "block inputs") on_drives = line.bytes;
+  }
+  EXPECT_EQ(on_drives, static_cast<size_t>(32 - planned.placement.host_inputs) *
+                           input.drive_activation_bytes());
+  EXPECT_GE(report.nvme_written_bytes, on_drives);
+  budgets.nvme_bytes = planned.train.nvme_bytes - on_drives;
+  EXPECT_THROW(make_placement(input, budgets, wanted, profile()), Error);
+
+  // Those that are told to be there all are.
+  wanted.activations = Tier::kNvme;
+  budgets = plenty;
+  const PlannedStep told = make_placement(input, budgets, wanted, profile());
+  EXPECT_EQ(told.placement.host_inputs, 0);
+  EXPECT_EQ(told.train.nvme_bytes, 32 * input.drive_activation_bytes());
 }
 
 TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {

@@ -1,5 +1,11 @@
 #include "tests/zero/plan_input.h"
 
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
 namespace orlop::test {
 
 PlanInput small_input(int layers, int micro_batches, DType dtype) {
@@ -31,6 +37,24 @@ PlanInput small_input(int layers, int micro_batches, DType dtype) {
     input.norm_scratch_bytes.push_back(static_cast<size_t>(flat.numel / 4096 + 1) * sizeof(double));
   }
   return input;
+}
+
+PlacementPlan placement(const PlanInput& input, int prefetch, int wave) {
+  PlacementPlan plan;
+  plan.params.resize(input.layout.flat_params.size());
+  plan.prefetch_depth = prefetch;
+  plan.wave = wave;
+  return plan;
+}
+
+void expect_golden(const std::string& text, const std::string& name) {
+  const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/" + name;
+  if (std::getenv("ORLOP_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << text;
+  std::ifstream in(path);
+  ASSERT_TRUE(in) << path;
+  std::stringstream golden;
+  golden << in.rdbuf();
+  EXPECT_EQ(text, golden.str());
 }
 
 }  // namespace orlop::test

@@ -107,5 +107,27 @@ TEST(Simulate, DrivesBoundTheStep) {
   EXPECT_LT(simulate(input, step, profile).step_seconds, slow / 2);
 }
 
+// Block inputs on drives: the step takes at least what the drives need for them, and a fast drive
+// hides all of it.
+TEST(Simulate, BlockInputsOnDrivesBoundTheStepOrHide) {
+  const PlanInput input = small_input(8, 4);
+  PlacementPlan placement;
+  placement.params.resize(input.layout.flat_params.size());
+  placement.prefetch_depth = 1;
+  placement.wave = 4;
+  HardwareProfile machine;
+  machine.launch_seconds = 0;
+  const double on_host = simulate(input, make_train_plan(input, placement), machine).step_seconds;
+  placement.activations = Tier::kNvme;
+  const StepPlan plan = make_train_plan(input, placement);
+  machine.nvme_read_bytes_per_s = machine.nvme_write_bytes_per_s = 1e15;
+  EXPECT_NEAR(simulate(input, plan, machine).step_seconds, on_host, 0.05 * on_host);
+  const double bytes = 2.0 * static_cast<double>(plan.nvme_input_bytes);
+  machine.nvme_read_bytes_per_s = machine.nvme_write_bytes_per_s = bytes / (20 * on_host);
+  const Simulation slow = simulate(input, plan, machine);
+  EXPECT_GE(slow.step_seconds, 20 * on_host);
+  EXPECT_LE(slow.step_seconds, 22 * on_host);
+}
+
 }  // namespace
 }  // namespace orlop

@@ -9,77 +9,17 @@ from pathlib import Path
 
 import torch
 
-from .. import _orlop, errors, wrapping
-from ..adamw import AdamW, live_optimizers
-from ..deepspeed_config import DeepSpeedConfig, explain
+from .. import errors
+from ..adamw import live_optimizers
+from ..deepspeed_config import explain
 from . import checkpoint
 from .loss_scaler import LossScaler
 from .monitor import make_monitors
-from .ops.adam import DeepSpeedCPUAdam
+from .optimizers import make_optimizer, stream_weights
 from .schedules import make_scheduler
 
 _log = logging.getLogger("orlop")
 _ZERO = "zero_optimization"
-
-
-def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
-    """Of orlop.AdamW, from the configuration. Gradients leave, so that micro-batches are summed in fp32 and
-    loss scale and clipping are one multiplication in fp32."""
-    low = config["data_types.grad_accum_dtype"] in ("bf16", "fp16") and not config["fp16.enabled"]
-    hidden = config[f"{_ZERO}.overlap_comm"]
-    if hidden is None:
-        hidden = config[f"{_ZERO}.stage"] == 3
-    checked = config["fp16.enabled"] or config["bf16.check_grad_overflow"]
-    options = {
-        "gradients": "stay" if low else "leave",
-        "nonfinite": "skip" if checked else "apply",
-        "moments": "bf16" if config["bf16.bf16_optimizer_states"] else "fp32",
-        "module": model if hidden else None,
-    }
-    share = f"{_ZERO}.offload_optimizer.cpuadam_cores_perc"
-    if any(finding.path == share for finding in config.findings):
-        options["threads"] = max(1, round(config[share] * _orlop.default_threads()))
-    return options
-
-
-def _make_optimizer(config, model, optimizer, parameters):
-    if parameters is None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-    options = _optimizer_options(config, model)
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(parameters)
-    if isinstance(optimizer, AdamW):
-        optimizer._gradients = options["gradients"]
-        optimizer._follow_moves()
-        return optimizer
-    if optimizer is not None:
-        return AdamW.from_torch(optimizer, **options)
-    if config["optimizer.type"] is None:
-        return None
-    return DeepSpeedCPUAdam(parameters, **_hyperparameters(config), adamw_mode=_is_adamw(config), **options)
-
-
-def _hyperparameters(config):
-    return {name: config[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")}
-
-
-def _is_adamw(config):
-    return config["optimizer.type"].lower() == "adamw" or config["optimizer.params.adam_w_mode"]
-
-
-def _stream_weights(config, model, optimizer, parameters):
-    """offload_param: the weights of blocks come and go; the optimizer is made over them, or None."""
-    options = _optimizer_options(config, model)
-    options.pop("gradients")
-    options["module"] = model
-    parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(parameters)
-    if optimizer is None and config["optimizer.type"] is not None:
-        kind = torch.optim.AdamW if _is_adamw(config) else torch.optim.Adam
-        optimizer = kind(parameters, **_hyperparameters(config))
-    device = "cuda" if torch.cuda.is_available() else None
-    return wrapping.wrap(model, optimizer, device=device, **options)[1]
 
 
 def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) -> DeepSpeedEngine:
@@ -92,7 +32,7 @@ def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) 
     if dtype is not None:
         model.to(dtype)
     streams = config[f"{_ZERO}.offload_param.device"] == "cpu"
-    optimizer = (_stream_weights if streams else _make_optimizer)(config, model, optimizer, parameters)
+    optimizer = (stream_weights if streams else make_optimizer)(config, model, optimizer, parameters)
     if callable(scheduler) and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         scheduler = scheduler(optimizer)
     elif scheduler is None and config["scheduler.type"] and optimizer is not None:

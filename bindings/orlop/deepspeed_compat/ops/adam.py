@@ -8,7 +8,7 @@ from ...adamw import AdamW
 
 class DeepSpeedCPUAdam(AdamW):
     """adamw_mode: decoupled weight decay, else into the gradient. fp32_optimizer_states=False: moments in bf16.
-    Further options are those of orlop.AdamW."""
+    States live, and are updated, in host memory. Further options are those of orlop.AdamW."""
 
     def __init__(self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0,
                  amsgrad=False, adamw_mode=True, fp32_optimizer_states=True, **options):  # fmt: skip
@@ -17,14 +17,16 @@ class DeepSpeedCPUAdam(AdamW):
         self._decoupled = adamw_mode
         if not fp32_optimizer_states:
             options["moments"] = "bf16"
+        options.setdefault("states", "host")
         super().__init__(model_params, lr, tuple(betas), eps, weight_decay, amsgrad, **options)
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """The update runs on the host; the arguments are those of DeepSpeed's GPU optimizer."""
+    """States that fit live, and are updated, on the GPU; the arguments are those of DeepSpeed's GPU optimizer."""
 
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
                  weight_decay=0.0, amsgrad=False, set_grad_none=True, **options):  # fmt: skip
+        options.setdefault("states", "auto")
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, **options
         )

@@ -1,0 +1,94 @@
+"""The update of orlop.AdamW: on the host's thread and on devices, hidden under what comes next."""
+
+from __future__ import annotations
+
+import itertools
+
+from . import _orlop
+
+
+class UpdateSide:
+    """Part of AdamW, over its `_slots`, `_links`, `_gate` and `_stream`."""
+
+    def _update(self, work):
+        if self._gate is not None:
+            rank = self._gate.rank
+            work = sorted(work, key=lambda item: rank.get(item[0].param, -1))
+        self.steps += 1
+        for slot, _ in work:
+            slot.follow_weights()
+        for link in self._links.values():
+            link.begin_updates()
+        for factor, run in itertools.groupby(work, key=lambda item: item[0].factor):
+            run = list(run)
+            self._update_on_devices([item for item in run if item[0].home.on_device], factor)
+            self._update_on_host([item for item in run if not item[0].home.on_device], factor)
+        if self._stream is not None:
+            self._stream.fetch_resident()
+        if self._gate is not None:
+            self._gate.close([slot for slot, _ in work])
+            return
+        for link in self._links.values():
+            link.make_current_stream_wait()
+        if any(slot.link is None for slot, _ in work):
+            self.synchronize()
+
+    def _update_on_host(self, run, factor):
+        if not run:
+            return
+        updates, owners = [], []
+        for slot, group in run:
+            home = slot.home
+            view, owner = slot.view()
+            hyper = self._hyper(slot, group)
+            updates.append(_orlop.TensorUpdate(home.index, view, hyper, *home.fence(), home.is_written()))
+            owners += [owner, home.arrival]
+        version = self._native.update(updates, factor, self.steps, owners)
+        for slot, _ in run:
+            slot.home.job = version
+            self.state[slot.param]["step"] += 1
+            if slot.link:
+                slot.link.upload(slot, version)
+            slot.wrote_weights()
+
+    def _update_on_devices(self, run, factor):
+        """In batches, behind each of which somebody can wait for its weights: of one device, of one block."""
+
+        def belongs_to(slot):
+            return slot.home.link, None if self._gate is None else self._gate.unit_of(slot.param)
+
+        for _, batch in itertools.groupby(run, key=lambda item: belongs_to(item[0])):
+            self._update_batch(list(batch), factor)
+
+    def _update_batch(self, batch, factor):
+        states = batch[0][0].home.link.states
+        shards, hypers, gradients, plain = [], [], [], False
+        for slot, group in batch:
+            gradient = slot.gradient_to_use()
+            plain = plain or not slot.is_away
+            slot.home.shard.grad = gradient.data_ptr()
+            gradients.append(gradient)
+            shards.append(slot.home.shard)
+            hypers.append(self._hyper(slot, group))
+        updated = states.adam_steps(shards, hypers, factor, gradients)
+        if plain:  # the user may write what is being read
+            states.wait(updated)
+        for slot, _ in batch:
+            slot.home.left_last = updated
+            self.state[slot.param]["step"] += 1
+            slot.wrote_weights()
+
+    def _hyper(self, slot, group):
+        state = self._show_state(slot.param)
+        beta1, beta2 = group["betas"]
+        return _orlop.AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+            step=int(state["step"]) + 1,
+            seed=slot.seed,
+        )

@@ -1,0 +1,113 @@
+"""Adam and norms over tensors of one CUDA device, beside torch's own streams."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from . import _orlop
+from .torch_support import DTYPES
+
+_log = logging.getLogger("orlop")
+_ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
+
+
+class DeviceStates:
+    """Updates run on a stream of their own, behind what torch's current stream was given when they are issued, so
+    that they hide under the next forward; norms run on torch's current stream."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._scratch: torch.Tensor | None = None  # of updates, which are in order
+        self._rows = 0
+        self._sums: torch.Tensor | None = None  # (rows, 16) bytes
+        self._read: list[tuple[float, int]] | None = None  # what the host has of it
+
+    @functools.cached_property
+    def is_available(self) -> bool:
+        """Whether this build has the CUDA part that updates here."""
+        try:
+            _orlop.device_optimizer_scratch_bytes(0)
+        except RuntimeError as error:
+            _log.warning("optimizer states stay in host memory: %s", error)
+            return False
+        return True
+
+    def make_place(self) -> None:
+        """Before memory is taken for good: it comes to lie beside what torch's allocator has cached for what comes
+        and goes, not in between."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
+    # --- norms ----------------------------------------------------------------------------------
+
+    def take_row(self) -> int:
+        """A place for the sum of one parameter."""
+        self._rows += 1
+        return self._rows - 1
+
+    def square_sums(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
+        """Issues the sums of squares of gradients (numel each), in the order that the host has."""
+        if self._sums is None or self._sums.shape[0] < self._rows:
+            sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
+            if self._sums is not None:
+                sums[: self._sums.shape[0]] = self._sums
+            self._sums = sums
+        most = max(grad.numel() for grad in gradients)
+        scratch = torch.empty(
+            _orlop.device_optimizer_scratch_bytes(most), dtype=torch.uint8, device=self.device
+        )
+        _orlop.device_square_sums(
+            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients], rows,
+            self._sums.data_ptr(), scratch.data_ptr(), self.device.index,
+            torch.cuda.current_stream(self.device).cuda_stream,
+        )  # fmt: skip
+        self._read = None
+
+    def read_sums(self) -> list[tuple[float, int]]:
+        """By row: the sum of squares, and the index of the first NaN or Inf or -1. Waits for them."""
+        if self._read is None:
+            sums = self._sums.cpu()
+            totals = sums.view(torch.float64)[:, 0].tolist()
+            self._read = list(zip(totals, sums.view(torch.int64)[:, 1].tolist(), strict=True))
+        return self._read
+
+    # --- updates --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """What torch's current stream was given so far comes before the next updates: it still reads the old
+        weights, and has written the gradients."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def adam_steps(self, shards: list, hypers: list, factor: float, gradients: list) -> torch.cuda.Event:
+        """Issues the update of each shard with its gradient times `factor`; returns the event behind them."""
+        with torch.cuda.stream(self.stream):
+            if self._scratch is None:
+                size = _orlop.device_optimizer_scratch_bytes(0)
+                self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+            _orlop.device_adam_steps(
+                shards, hypers, factor, self._scratch.data_ptr(), self.device.index, self.stream.cuda_stream
+            )
+            updated = torch.cuda.Event()
+            updated.record(self.stream)
+        for gradient in gradients:  # torch may give their memory to somebody else behind this
+            gradient.record_stream(self.stream)
+        return updated
+
+    def wait(self, updated: torch.cuda.Event) -> None:
+        """What torch's current stream is given from here on finds these updates."""
+        torch.cuda.current_stream(self.device).wait_event(updated)
+
+    def make_current_stream_wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def clear(self) -> None:
+        """Waits for the updates; all rows are free again."""
+        self.synchronize()
+        self._rows, self._sums, self._read = 0, None, None

@@ -1,0 +1,279 @@
+"""Where the optimizer's states of one parameter live, and who updates them there.
+
+A home keeps masters, moments and the gradient that the next update reads, knows the gradient's norm, and follows
+weights that somebody else writes. Both homes give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import _orlop
+from .torch_support import DTYPES, flat
+
+MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
+# The part of the fp32 master that the weights themselves do not hold, by their dtype.
+MASTER_KEY = {torch.bfloat16: "master_lo", torch.float16: "master", torch.float32: None}
+_PLANE_OF_KEY = {"master_lo": "lo"}
+_REST_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
+
+
+def device_bytes(param: torch.Tensor, moments: torch.dtype) -> int:
+    """Of a parameter's states and its gradient on the device, beside its weights."""
+    return param.numel() * (2 * moments.itemsize + _REST_BYTES[param.dtype] + param.element_size())
+
+
+class HostHome:
+    """States in the memory of `native`, the host's optimizer. With a link the weights are elsewhere: a compute copy
+    of them is kept here, and the link copies it up and gradients down."""
+
+    on_device = False
+
+    def __init__(self, native, index: int, param: torch.Tensor, moments: torch.dtype, link, hold: bool):
+        self.native, self.index, self.link = native, index, link
+        self.dtype, self.numel = param.dtype, param.numel()
+        self.planes = {key: self._plane(key, moments, param) for key in MOMENT_KEYS}
+        rest = MASTER_KEY[self.dtype]
+        if rest is not None:
+            kind = torch.int16 if rest == "master_lo" else torch.float32
+            self.planes[rest] = self._plane(rest, kind, param)
+        self.weights = self._flat_plane("weights", self.dtype) if link else None
+        self.gradient = self._flat_plane("gradient", self.dtype) if hold else None
+        self.measured = False  # the optimizer's thread sums the squares of what is here
+        self.arrival = None  # event of the copy in flight
+        self.left_last = None  # event of the last copy from the device
+        self.job = 0  # version of the last work that was submitted for this tensor
+        self._planes_seen = None  # versions of weights and master at the last update
+
+    def _flat_plane(self, plane: str, dtype: torch.dtype) -> torch.Tensor:
+        kind = _orlop.DType.F32 if dtype == torch.float32 else _orlop.DType.BF16
+        array = self.native.plane(self.index, plane, self.numel, kind)
+        return torch.from_numpy(array).view(dtype)
+
+    def _plane(self, key: str, dtype: torch.dtype, param: torch.Tensor) -> torch.Tensor:
+        plane = self._flat_plane(_PLANE_OF_KEY.get(key, key), dtype)
+        return plane.as_strided(param.size(), param.stride())
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def adopt(self, slot) -> None:
+        """Takes the weights of a device as what the master is to be."""
+        weights = self.link.read_weights(slot.param)
+        self.native.adopt_weights(self.index, weights.data_ptr())
+        if slot.loaded_rest is not None:
+            self.planes[MASTER_KEY[self.dtype]].copy_(slot.loaded_rest)
+        slot.version = slot.param._version
+
+    def follow(self, slot) -> None:
+        """Notices weights that lie elsewhere, or were written, since the last update."""
+        if self.link:
+            if slot.version != slot.param._version:
+                self.adopt(slot)
+            slot.loaded_rest = None
+        elif slot.address != slot.param.data_ptr():
+            self.native.move_weights(self.index, slot.param.data_ptr(), slot.param.detach())
+            slot.address = slot.param.data_ptr()
+
+    def is_written(self) -> bool:
+        """Whether weights or master may have been written in place since the last call, as torch's version
+        counters tell; the memory of a user's own parameter may have been written without torch knowing."""
+        if not self.link or MASTER_KEY[self.dtype] is None:
+            return True
+        versions = self.weights._version, self.planes[MASTER_KEY[self.dtype]]._version
+        written, self._planes_seen = versions != self._planes_seen, versions
+        return written
+
+    def read_master(self, slot) -> torch.Tensor:
+        """(numel) fp32 in host memory, a copy."""
+        return torch.from_numpy(self.native.read_master(self.index, self.numel))
+
+    def write_master(self, slot, values: torch.Tensor) -> None:
+        """`values` (numel) fp32 in host memory; the weights become their rounding."""
+        self.native.write_master(self.index, values.numpy())
+        if self.link:
+            self.link.write_weights(slot)
+
+    def wait_written(self, slot) -> None:
+        """What torch's current stream is given from here on finds the weights of the last update."""
+        self.link.wait_upload(slot)
+
+    # --- gradient -------------------------------------------------------------------------------
+
+    @staticmethod
+    def keep(homes: list[HostHome], grads: list[torch.Tensor]) -> None:
+        """Each of `grads` (numel) becomes the gradient of its home, behind the last job, which may still read the
+        one before. All homes have one link, or none."""
+        link = homes[0].link
+        if link:
+            arrival = link.offload(grads, homes)
+            for home in homes:
+                home.arrival = home.left_last = arrival
+            return
+        for home, grad in zip(homes, grads, strict=True):
+            home.native.wait([home.index])
+            home.gradient.copy_(grad)
+
+    @staticmethod
+    def measure(homes: list[HostHome]) -> None:
+        """Has the norms of gradients that were kept together summed behind their arrival."""
+        first = homes[0]
+        if not first.link:  # when somebody asks
+            return
+        job = first.native.measure([home.index for home in homes], *first.fence(), first.arrival)
+        for home in homes:
+            home.job, home.measured = job, True
+
+    def fence(self) -> tuple[int, int]:
+        """What the optimizer's thread calls to wait for the gradient: address and argument."""
+        return self.link.fence(self.arrival) if self.link else (0, 0)
+
+    def arrived(self) -> torch.Tensor:
+        """The gradient (numel), complete."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        else:
+            self.native.wait([self.index])
+        return self.gradient
+
+    def gradient_beside_weights(self) -> torch.Tensor:
+        """The gradient (numel) where the weights are, in the order of torch's current stream."""
+        self.link.wait_arrival(self.arrival)
+        return self.gradient
+
+    def squares(self, slot) -> tuple[float, bool]:
+        if self.measured:
+            total, bad = self.native.measured(self.index)
+        else:
+            if slot.is_away or slot.copied:
+                self.arrived()
+            total, bad, _ = self.native.norm([self.view(slot.gradient_to_use())])
+        return total, bad < 0
+
+    def view(self, values: torch.Tensor) -> _orlop.GradientView:
+        return _orlop.GradientView(values.data_ptr(), DTYPES[values.dtype], self.numel)
+
+    def forget_gradient(self) -> None:
+        self.measured, self.arrival = False, None
+
+
+class DeviceHome:
+    """States on the device beside the weights, which are themselves part of the master; the gradient never leaves.
+
+    Weights that somebody writes in place are taken as optimizers of CPU tensors take theirs: the rest of a bf16
+    master stays, at most half a unit in the last place of the weight that was written; fp16 weights that are no
+    longer the rounded master become the master.
+    """
+
+    on_device = True
+
+    def __init__(self, slot, link):
+        param, moments = slot.param, slot.moments
+        self.link, self.dtype, self.numel = link, param.dtype, param.numel()
+        self.row = link.states.take_row()
+        self.bytes = device_bytes(param, moments)
+        self.planes = {key: _empty_as(param, moments) for key in MOMENT_KEYS}
+        self.shard = _orlop.AdamShard(
+            compute_dtype=DTYPES[self.dtype], moment_dtype=DTYPES[moments], grad_dtype=DTYPES[self.dtype],
+            numel=self.numel,
+        )  # fmt: skip
+        self.shard.exp_avg, self.shard.exp_avg_sq = (self.planes[key].data_ptr() for key in MOMENT_KEYS)
+        if self.dtype == torch.bfloat16:
+            self.planes["master_lo"] = _empty_as(param, torch.int16)
+            self.shard.lo = self.planes["master_lo"].data_ptr()
+        elif self.dtype == torch.float16:
+            self.planes["master"] = _empty_as(param, torch.float32)
+            self.shard.master = self.planes["master"].data_ptr()
+        self.gradient: torch.Tensor | None = None
+        self.measured = False  # the sum of its squares is on its way to the row
+        self.left_last = None  # event of the last update, which has read the gradient
+        self._lies_at(slot)
+
+    def _lies_at(self, slot) -> None:
+        slot.address = slot.param.data_ptr()
+        if self.dtype == torch.float32:
+            self.shard.master = slot.address
+        else:
+            self.shard.param = slot.address
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def follow(self, slot) -> None:
+        """Notices weights that lie elsewhere, or were written, since the last update."""
+        param = slot.param
+        if slot.address == param.data_ptr() and slot.version == param._version:
+            return
+        self._lies_at(slot)
+        slot.version, slot.loaded_rest = param._version, None
+        weights = flat(param)
+        if self.dtype == torch.bfloat16:  # below a zero the rest would be a NaN
+            rest = flat(self.planes["master_lo"])
+            rest.masked_fill_(((weights.view(torch.int16) & 0x7FFF) == 0) & (rest < 0), 0)
+        elif self.dtype == torch.float16:
+            master = flat(self.planes["master"])
+            master.copy_(torch.where(weights != master.half(), weights.float(), master))
+
+    def read_master(self, slot) -> torch.Tensor:
+        """(numel) fp32 in host memory, a copy."""
+        if self.dtype == torch.bfloat16:
+            high = flat(slot.param).cpu().view(torch.int16).int() << 16
+            return (high + flat(self.planes["master_lo"]).cpu().int()).view(torch.float32)
+        return flat(self.planes["master"] if self.dtype == torch.float16 else slot.param).cpu().clone()
+
+    def write_master(self, slot, values: torch.Tensor) -> None:
+        """`values` (numel) fp32 in host memory; the weights become their rounding."""
+        if self.dtype == torch.bfloat16:
+            bits = torch.where(values.isnan(), torch.full_like(values, float("nan")), values).view(torch.int32)
+            high = ((bits + 0x8000) >> 16).to(torch.int16)
+            flat(self.planes["master_lo"]).copy_(bits.view(torch.int16)[::2])
+            flat(slot.param).copy_(high.view(torch.bfloat16))
+            return
+        if self.dtype == torch.float16:
+            flat(self.planes["master"]).copy_(values)
+        flat(slot.param).copy_(values)
+
+    def wait_written(self, slot) -> None:
+        """What torch's current stream is given from here on finds the weights of the last update."""
+        if self.left_last is not None:
+            self.link.states.wait(self.left_last)
+
+    # --- gradient -------------------------------------------------------------------------------
+
+    @staticmethod
+    def keep(homes: list[DeviceHome], grads: list[torch.Tensor]) -> None:
+        """Each of `grads` (numel), which nobody else writes, is the gradient of its home."""
+        for home, grad in zip(homes, grads, strict=True):
+            home.gradient = grad
+
+    @staticmethod
+    def measure(homes: list[DeviceHome]) -> None:
+        """Issues the norms of the gradients that these homes of one device keep."""
+        homes[0].link.states.square_sums([home.gradient for home in homes], [home.row for home in homes])
+        for home in homes:
+            home.measured = True
+
+    def arrived(self) -> torch.Tensor:
+        """The gradient (numel), in the order of torch's current stream."""
+        return self.gradient
+
+    gradient_beside_weights = arrived
+
+    def squares(self, slot) -> tuple[float, bool]:
+        if not self.measured:
+            measure_on_device([slot])
+        total, bad = self.link.states.read_sums()[self.row]
+        return total, bad < 0
+
+    def forget_gradient(self) -> None:
+        self.measured, self.gradient = False, None
+
+
+def measure_on_device(slots: list) -> None:
+    """Issues the norms of gradients as they stand, of slots whose homes are on devices."""
+    for slot in slots:
+        slot.home.gradient = flat(slot.gradient_to_use())
+    for link in {slot.home.link for slot in slots}:
+        DeviceHome.measure([slot.home for slot in slots if slot.home.link is link])
+
+
+def _empty_as(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(param.size(), param.stride(), dtype=dtype, device=param.device)

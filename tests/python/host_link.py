@@ -1,0 +1,217 @@
+"""The interface of device_link.DeviceLink over plain memory, for tests without a GPU: weights that are not the
+optimizer's memory, gradients that arrive late, uploads after their update, states on a "device" with room for some."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+
+import torch
+
+import orlop
+from orlop import _orlop, adam_slots
+from orlop.torch_support import DTYPES
+
+_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class Late:
+    """Ends when a timer copies gradients, behind the copy before it, as on a stream."""
+
+    def __init__(self, hosts, grads, before):
+        self.done = threading.Event()
+        self.before = before.done if before is not None else None
+        self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
+        threading.Timer(0.003, self._copy, (hosts, [grad.clone() for grad in grads])).start()
+
+    def _copy(self, hosts, grads):
+        assert self.before is None or self.before.wait(30)
+        torch._foreach_copy_(hosts, grads)
+        self.done.set()
+
+    def synchronize(self):
+        assert self.done.wait(30)
+
+
+class Updated:
+    """The end of a batch of updates, which run when somebody waits for them, in order."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def synchronize(self):
+        if self.work is not None:
+            self.work, work = None, self.work
+            work()
+
+
+class HostStates:
+    """The interface of DeviceStates: what it issues runs late, and in order."""
+
+    is_available = True
+
+    def __init__(self):
+        self.rows, self.sums, self.issued = 0, {}, []
+        self.updated = 0  # parameters
+        self._native = _orlop.TensorOptimizer(1)
+
+    def make_place(self):
+        self.synchronize()
+
+    def take_row(self):
+        self.rows += 1
+        return self.rows - 1
+
+    def square_sums(self, gradients, rows):
+        for grad, row in zip(gradients, rows, strict=True):
+            view = _orlop.GradientView(grad.data_ptr(), DTYPES[grad.dtype], grad.numel())
+            total, _, first = self._native.norm([view])
+            self.sums[row] = (total, first)
+
+    def read_sums(self):
+        return self.sums
+
+    def begin(self):
+        self.synchronize()
+
+    def adam_steps(self, shards, hypers, factor, gradients):
+        addresses = [shard.grad for shard in shards]
+        assert addresses == [grad.data_ptr() for grad in gradients]
+
+        def work(before=list(self.issued), held=gradients):
+            for earlier in before:
+                earlier.synchronize()
+            for shard, hyper, address in zip(shards, hypers, addresses, strict=True):
+                shard.grad = address
+                _orlop.adam_step(shard, hyper, factor, 1)
+
+        self.updated += len(shards)
+        self.issued.append(Updated(work))
+        return self.issued[-1]
+
+    def wait(self, updated):
+        updated.synchronize()
+
+    def synchronize(self):
+        for updated in self.issued:
+            updated.synchronize()
+        self.issued.clear()
+
+    make_current_stream_wait = clear = synchronize
+
+
+class Room:
+    """The interface of DeviceRoom."""
+
+    def __init__(self, size):
+        self.size = self.free = size
+
+    def left(self):
+        return self.free
+
+    def take(self, size):
+        if size > self.free:
+            return False
+        self.free -= size
+        return True
+
+    def give(self, size):
+        self.free += size
+
+    def clear(self):
+        self.free = self.size
+
+
+class HostLink:
+    """Uploads run on a thread of their own, in order."""
+
+    room_bytes = 0  # of sums and states on the "device"
+
+    def __init__(self, device, limit=None):
+        self.device, self.unpinned_bytes, self.is_pinned = device, 0, True
+        self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
+        self.up = None
+        self.pending = []
+        self.uploads = self.offloads = 0
+        self.last = None  # copy of a gradient
+
+    def pin(self, ranges):
+        self.ranges = ranges
+
+    pin_no_more_than = pin
+
+    def unpin(self):
+        self.make_current_stream_wait()
+        self.room.clear()
+
+    close = unpin
+
+    def offload(self, grads, homes):
+        newest = max(homes, key=lambda home: home.job)
+        newest.native.wait([newest.index])
+        self.offloads += len(grads)
+        self.last = Late([home.gradient for home in homes], grads, self.last)
+        return self.last
+
+    def take_room(self, size):
+        return self.room.take(size)
+
+    def wait_arrival(self, arrival):
+        if arrival is not None:
+            arrival.synchronize()
+
+    def fence(self, arrival):
+        return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
+
+    def read_weights(self, parameter):
+        return parameter.detach().as_strided((parameter.numel(),), (1,)).clone()
+
+    def write_weights(self, slot):
+        slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.home.weights)
+
+    def begin_updates(self):
+        self.make_current_stream_wait()
+
+    def upload(self, slot, version):
+        home = slot.home
+        written = home.native.written_address(home.index)
+        assert any(begin <= written < begin + size for begin, size in self.ranges)
+        gate = ctypes.c_uint32.from_address(written)
+
+        def copy():
+            while gate.value < version:
+                time.sleep(0.0005)
+            slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
+
+        self.uploads += 1
+        slot.uploaded = threading.Thread(target=copy)
+        slot.uploaded.start()
+        self.pending.append(slot.uploaded)
+
+    def bring(self, update, make_room, copy):
+        make_room()
+        if update is not None:
+            home, _ = update
+            home.native.wait([home.index])
+        return Updated(copy)
+
+    def wait_upload(self, slot):
+        for thread in self.pending:
+            thread.join()
+
+    def make_current_stream_wait(self):
+        self.wait_upload(None)
+        self.pending.clear()
+        self.states.synchronize()
+
+
+@contextlib.contextmanager
+def all_away(monkeypatch, room=0):
+    """All parameters are treated as those of a device with room for so many bytes."""
+    with monkeypatch.context() as patched:
+        patched.setattr(HostLink, "room_bytes", room)
+        patched.setattr(adam_slots, "DeviceLink", HostLink)
+        patched.setattr(orlop.AdamW, "_is_away", staticmethod(lambda p: True))
+        yield
