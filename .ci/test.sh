@@ -39,7 +39,7 @@ run_ctest() {  # PRESET [ctest argument ...]
 }
 
 # PRESET: every program of units and integration. Without CUDA and MPI, whose libraries are not instrumented, so that
-# their synchronisation would not be seen: ranks are threads of one process.
+# their synchronisation would not be seen: ranks are threads, or processes that sockets join.
 sanitized() {
   build "$1" "build-$1" && run_ctest "$1" -j "$jobs"
 }
