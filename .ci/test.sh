@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds and runs the tests: `test.sh all|asan|tsan`. Goes on after a failed stage and ends with counts.
+# Builds and runs the tests: `test.sh all|asan|tsan|gpu`. Goes on after a failed stage and ends with counts.
 # Environment: JOBS, LAUNCHER (further CMake arguments).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,8 +44,8 @@ sanitized() {
   build "$1" "build-$1" && run_ctest "$1" -j "$jobs"
 }
 
-run_pytest() {
-  PYTHONPATH=$PWD/build/python $python -m pytest -q --junitxml="$results/pytest.xml" </dev/null
+run_pytest() {  # [pytest argument ...]
+  PYTHONPATH=$PWD/build/python $python -m pytest -q --junitxml="$results/pytest.xml" "$@" </dev/null
 }
 
 case "${1:-all}" in
@@ -63,8 +63,15 @@ case "${1:-all}" in
   asan | tsan)
     stage "$1" sanitized "$1"
     ;;
+  gpu)
+    stage "build" build dev build
+    stage "ctest" run_ctest gpu
+    # Those that need a GPU, and those of the host that run on one as well.
+    export ORLOP_TEST_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8
+    stage "python" run_pytest -m "gpu or any_device"
+    ;;
   *)
-    echo "usage: test.sh all|asan|tsan" >&2
+    echo "usage: test.sh all|asan|tsan|gpu" >&2
     exit 2
     ;;
 esac

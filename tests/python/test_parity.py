@@ -15,6 +15,8 @@ pytest.importorskip("transformers")
 
 import reference  # noqa: E402
 
+pytestmark = [pytest.mark.parity, pytest.mark.any_device]
+
 STEPS = 50
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 
@@ -73,7 +75,6 @@ def zero_gradient_part(name: str, shape: tuple[int, ...]) -> slice | None:
     return None
 
 
-@pytest.mark.parity
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +91,6 @@ def test_fp32_losses_and_weights_equal_pytorch(trained, trained_by_pytorch, kind
         np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parity
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_losses_stay_within_one_percent_of_pytorch(trained, trained_by_pytorch, kind, tied):
@@ -99,7 +99,6 @@ def test_bf16_losses_stay_within_one_percent_of_pytorch(trained, trained_by_pyto
     np.testing.assert_allclose(losses, expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parity
 def test_every_weight_of_the_file_is_trained(model_dir, trained):
     _, weights = trained("qwen2", False, orlop.Precision.F32, 1)
     before = reference.load(model_dir("qwen2", False)).state_dict()
