@@ -17,6 +17,12 @@ void bind_drives(pybind11::module_& module);
 void bind_tensor_optimizer(pybind11::module_& module);
 void bind_device_optimizer(pybind11::module_& module);
 
+// Comes, with the GIL, before every call that joins the ranks: under torchrun, its store tells
+// where they meet.
+inline void prepare_to_join() {
+  pybind11::module_::import("orlop.rendezvous").attr("prepare_rendezvous")();
+}
+
 // A constructor that takes the members of T by keyword; a name that T lacks raises AttributeError.
 template <typename T, typename Class>
 void def_keyword_init(Class& bound) {

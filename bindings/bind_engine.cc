@@ -95,9 +95,11 @@ void bind_training(py::class_<EngineHandle>& engine) {
       .def_static(
           "open",
           [](const std::string& model_dir, const EngineConfig& config) {
+            prepare_to_join();
+            const py::gil_scoped_release release;
             return std::make_unique<EngineHandle>(Engine::open(model_dir, config));
           },
-          py::arg("model_dir"), py::arg("config"), Release(),
+          py::arg("model_dir"), py::arg("config"),
           "Plans, takes the memory of the plan, reads the weights. Raises DoesNotFitError with the "
           "shortage per tier before anything big is allocated.")
       .def_property_readonly("plan", [](EngineHandle& self) { return self.get().plan(); })

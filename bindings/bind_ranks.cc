@@ -1,5 +1,7 @@
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 #include "bindings/bind.h"
 #include "orlop/ranks.h"
 
@@ -10,9 +12,13 @@ namespace orlop::python {
 void bind_ranks(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Ranks>(module, "Ranks",
-                    "The processes that mpirun or srun has started together; one without a "
-                    "launcher. All ranks make the same calls in the same order.")
-      .def(py::init<>(), Release())
+                    "The processes that torchrun, mpirun or srun has started together; one "
+                    "without a launcher. All ranks make the same calls in the same order.")
+      .def(py::init([] {
+        prepare_to_join();
+        const py::gil_scoped_release release;
+        return std::make_unique<Ranks>();
+      }))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("world_size", &Ranks::world_size)
       .def("barrier", &Ranks::barrier, py::arg("what"), Release(),

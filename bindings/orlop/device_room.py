@@ -14,7 +14,6 @@ class DeviceRoom:
     def __init__(self, device: torch.device, limit: int | None = None):
         self._device, self._limit = device, limit
         self._peak = 0  # bytes of torch's tensors at their highest, without what was taken here
-        self._seen = 0  # the highest use that this is known from
         self._taken = 0
 
     def left(self) -> int:
@@ -31,19 +30,13 @@ class DeviceRoom:
     def give(self, size: int) -> None:
         self._taken -= size
 
-    def free(self, size: int) -> None:
-        """`size` bytes that were part of the highest use are not needed any more."""
-        self._peak = self._needed() - size
-
     def clear(self) -> None:
         """All that was taken is free again."""
         self._taken = 0
 
     def _needed(self) -> int:
         # What was taken may or may not be part of the highest use: the largest seen without it counts.
-        highest = self._highest_use()
-        if highest > self._seen:
-            self._seen, self._peak = highest, max(self._peak, highest - self._taken)
+        self._peak = max(self._peak, self._highest_use() - self._taken)
         return self._peak
 
     def _highest_use(self) -> int:

@@ -1,17 +1,26 @@
-"""--gpus N: one process per GPU of this machine, by mpirun."""
+"""--gpus N: one process per GPU of this machine, started and watched by this one."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-import shutil
+import select
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-from .errors import UsageError
+from .errors import CommunicatorError, UsageError
 
 # What a launcher that has started this process tells it.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_INTERRUPTED = 130
+# After the first failure the others find out by themselves; who has not ended by then is killed.
+_GRACE_SECONDS = 25.0
+_PR_SET_PDEATHSIG = 1
 
 
 def without_gpus(argv: Sequence[str]) -> list[str]:
@@ -26,8 +35,9 @@ def without_gpus(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def start_ranks(gpus: int, argv: Sequence[str]) -> NoReturn:
-    """Replaces this process by mpirun with `gpus` processes that run `argv` without --gpus."""
+def start_ranks(gpus: int, argv: Sequence[str]) -> int:
+    """Runs `gpus` processes of `argv` without --gpus, the ranks of one run, to their end. Returns the exit
+    code of the first that failed, 128 + the signal for one that a signal ended, 0 when none failed."""
     if gpus < 1:
         raise UsageError(f"--gpus is {gpus}; it must be at least 1")
     if launcher := next((name for name in _LAUNCHED if name in os.environ), None):
@@ -35,15 +45,141 @@ def start_ranks(gpus: int, argv: Sequence[str]) -> NoReturn:
             f"--gpus {gpus} starts the processes itself, but a launcher has started this one "
             f"({launcher} is set); leave out one of the two"
         )
-    mpirun = shutil.which("mpirun")
-    if mpirun is None:
-        raise UsageError(f"--gpus {gpus} needs mpirun (Debian: openmpi-bin), or start the ranks with srun")
-    environment = dict(os.environ)
-    # The processes share one machine's memory, which not every container lets them read of each other.
-    environment.setdefault("OMPI_MCA_btl_vader_single_copy_mechanism", "none")
-    if os.geteuid() == 0:  # mpirun insists on being told twice
-        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    # Unbound: each process divides the cores by the number of ranks itself.
-    command = [mpirun, "-n", str(gpus), "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "orlop"]
+    command = [sys.executable, "-m", "orlop", *without_gpus(argv)]
     sys.stdout.flush()
-    os.execve(mpirun, [*command, *without_gpus(argv)], environment)
+    with _arriving_signals() as wait_for_signals:
+        ranks = _Ranks()
+        try:
+            ranks.start(gpus, command)
+            return ranks.watch(wait_for_signals)
+        finally:
+            ranks.kill()
+
+
+@contextlib.contextmanager
+def _arriving_signals() -> Iterator[Callable[[float | None], bytes]]:
+    """Gives a function that waits, so many seconds at most, and returns the numbers of the signals that have
+    arrived: the end of a child, and what asks this process to stop."""
+    numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def wait(seconds: float | None) -> bytes:
+        return reader.recv(4096) if select.select([reader], [], [], seconds)[0] else b""
+
+    try:
+        yield wait
+    finally:
+        signal.set_wakeup_fd(fd)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+def _listen_on_this_machine() -> socket.socket:
+    reason: OSError | None = None
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.bind((address, 0))
+            listener.listen(socket.SOMAXCONN)
+            return listener
+        except OSError as error:
+            reason = error
+    raise CommunicatorError(f"the ranks cannot meet on this machine: {reason}")
+
+
+def place_of(listener: socket.socket) -> str:
+    """host:port, as ORLOP_RENDEZVOUS has it."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if listener.family == socket.AF_INET6 else f"{host}:{port}"
+
+
+class _Ranks:
+    """The processes of one run, by rank."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._failed = 0  # the exit code of the first that failed
+
+    def start(self, count: int, command: Sequence[str]) -> None:
+        prctl = ctypes.CDLL(None).prctl
+        parent = os.getpid()
+
+        def end_with_parent() -> None:
+            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        with _listen_on_this_machine() as listener:
+            for rank in range(count):
+                told = {
+                    "RANK": rank,
+                    "WORLD_SIZE": count,
+                    "LOCAL_RANK": rank,
+                    "LOCAL_WORLD_SIZE": count,
+                    "ORLOP_RENDEZVOUS": place_of(listener),
+                }
+                if rank == 0:
+                    told["ORLOP_RENDEZVOUS_FD"] = listener.fileno()
+                self._running[rank] = subprocess.Popen(
+                    command,
+                    env=os.environ | {name: str(value) for name, value in told.items()},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(listener.fileno(),) if rank == 0 else (),
+                    preexec_fn=end_with_parent,  # noqa: PLW1509: between fork and exec, nothing else can
+                    start_new_session=True,  # the terminal's Ctrl-C comes once, by this process
+                )
+
+    def watch(self, wait_for_signals: Callable[[float | None], bytes]) -> int:
+        end: float | None = None  # when those who still run are killed
+        while self._running:
+            for number in wait_for_signals(None if end is None else max(0.0, end - time.monotonic())):
+                if number != signal.SIGCHLD:
+                    self._send(signal.Signals(number))
+            if self._reap() and end is None:
+                end = time.monotonic() + _GRACE_SECONDS
+            if end is not None and time.monotonic() >= end and self._running:
+                names = ", ".join(map(str, self._running))
+                print(f"orlop: still running after {_GRACE_SECONDS:.0f} s, killed: rank {names}", file=sys.stderr)
+                self.kill()
+        return self._failed
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()
+        self._running.clear()
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _reap(self) -> bool:
+        """Takes in who has ended. True when one of them has failed; a rank that was asked to stop, and has
+        saved, has not."""
+        failed = False
+        for rank, process in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[rank]
+            failed = failed or code not in (0, _INTERRUPTED)
+            if code < 0:
+                print(f"orlop: rank {rank} was ended by {_signal_name(-code)}", file=sys.stderr)
+                code = 128 - code
+            # The others fail with 1 when one does, and may end before it.
+            if self._failed == 0 or (self._failed == 1 and code not in (0, 1)):
+                self._failed = code
+        return failed
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

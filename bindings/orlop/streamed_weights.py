@@ -118,9 +118,7 @@ class _Link:
         return None
 
     def take_room(self, size: int) -> bool:
-        if self._inner is None:
-            return False
-        return self._inner.take_room(size) or (self._manager().make_room(size) and self._inner.take_room(size))
+        return self._inner is not None and self._inner.take_room(size)
 
     def wait_arrival(self, arrival) -> None:
         self._inner.wait_arrival(arrival)
@@ -249,31 +247,6 @@ class StreamedWeights:
                     self._fetch(block)
                 self._arrive(block)
 
-    def make_room(self, size: int) -> bool:
-        """Resident blocks, from the first one on, are streamed from now on, as many as it takes to have `size` bytes
-        left beside a step; none where all of them would not do. Copies of weights hide under compute, what is done
-        in host memory for want of room does not."""
-        streamed = [block.bytes for block in self.blocks if not block.resident]
-        short = size - self.device_link.room.left()
-        going: list[Block] = []
-        freed = 0
-        for block in self.blocks:
-            if freed >= short:
-                break
-            if block.resident and all(entry.host is not None for entry in block.entries):
-                going.append(block)
-                freed = _bytes_away(streamed + [b.bytes for b in going]) - _bytes_away(streamed)
-        if freed < short:
-            return False
-        for block in going:
-            block.resident = False
-            if block.here:
-                self._visiting[block.index] = block
-        if self._last is not None:
-            self._release_used()
-        self.device_link.room.free(freed)
-        return True
-
     def release_all(self) -> None:
         for block in list(self._visiting.values()):
             self.release(block)
@@ -287,18 +260,12 @@ class StreamedWeights:
         if self._last is not None and self._last[0] == backward and self._last[1] != index:
             self._next[self._last] = index
         self._last = (backward, index)
-        following = self._release_used()
+        following = self._next.get(self._last, index - 1 if backward else index + 1)
+        for other in list(self._visiting.values()):  # what was used before this point of the pass is done
+            if other.index not in (index, following) and other.index not in block.callers:
+                self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
-
-    def _release_used(self) -> int:
-        """What was used before this point of the pass is done. Returns the block that is likely next."""
-        backward, index = self._last
-        following = self._next.get(self._last, index - 1 if backward else index + 1)
-        for other in list(self._visiting.values()):
-            if other.index not in (index, following) and other.index not in self.blocks[index].callers:
-                self.release(other)
-        return following
 
     def begin_forward(self, index: int) -> None:
         block = self.blocks[index]
@@ -380,11 +347,6 @@ class StreamedWeights:
         for block in self.blocks:
             block.holds = 0
         self.release_all()
-
-
-def _bytes_away(streamed: list[int]) -> int:
-    """Of streamed blocks, but for the two that are on the device at a time."""
-    return sum(streamed) - sum(sorted(streamed)[-2:])
 
 
 def _tensors(value):

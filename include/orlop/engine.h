@@ -76,8 +76,8 @@ class ORLOP_EXPORT Engine {
  public:
   // Plans, takes the memory of the plan, reads the weights. Throws Error(kDoesNotFit) with the
   // shortage per tier and the smallest change that fits before anything big is allocated.
-  // A process that mpirun or srun has started with others joins them, and budgets for host memory
-  // are then for all ranks of a machine together.
+  // A process that torchrun, mpirun or srun has started with others joins them; budgets for host
+  // memory are then for all ranks of a machine together.
   static std::unique_ptr<Engine> open(const std::string& model_dir, const EngineConfig& config);
 
   // The plan that open() would make, from config.json alone; for each of `ranks` on this machine.

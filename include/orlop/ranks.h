@@ -9,9 +9,10 @@ namespace orlop {
 
 class Communicator;
 
-// The ranks that this process belongs to, as mpirun or srun has started them; one without a
-// launcher. For what a training loop does beside its Engine. All ranks make it, and make the same
-// calls in the same order; a rank that fails or ends makes the calls of the others throw
+// The ranks that this process belongs to, as torchrun, mpirun or srun has started them; one without
+// a launcher. They meet at ORLOP_RENDEZVOUS=host:port where that is set (rank 0 listens there),
+// else by MPI. For what a training loop does beside its Engine. All ranks make it, and make the
+// same calls in the same order; a rank that fails or ends makes the calls of the others throw
 // Error(kCommunicator).
 class ORLOP_EXPORT Ranks {
  public:

@@ -28,12 +28,28 @@ function(orlop_library name)
                         PRIVATE ${arg_PRIVATE_DEPENDS})
 endfunction()
 
-# A GoogleTest executable that ctest runs as one test. LABELS: unit, integration, gpu, ...
+# Marks a target that computes. Sanitized builds optimise nothing else: compiling is the larger part of
+# their time, and what is optimised away is not checked.
+function(orlop_computes name)
+  if(ORLOP_SANITIZE)
+    target_compile_options(${name} PRIVATE -O1)
+  endif()
+endfunction()
+
+# A GoogleTest executable that ctest runs as one test. LABELS: unit, integration, gpu, large, ...: large ones
+# need more memory than sanitizers leave, so that sanitized builds do without them.
 function(orlop_test name)
   cmake_parse_arguments(arg "" "TIMEOUT" "SOURCES;DEPENDS;LABELS" ${ARGN})
+  if(ORLOP_SANITIZE AND "large" IN_LIST arg_LABELS)
+    return()
+  endif()
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS} GTest::gmock
                         GTest::gtest_main)
+  # What is precompiled without OpenMP serves no file with it.
+  if(TARGET orlop_test_prelude AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_DEPENDS)
+    target_precompile_headers(${name} REUSE_FROM orlop_test_prelude)
+  endif()
   add_test(NAME ${name} COMMAND ${name})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
@@ -41,7 +57,9 @@ function(orlop_test name)
   if(ORLOP_SANITIZE)
     math(EXPR arg_TIMEOUT "4 * ${arg_TIMEOUT}")
   endif()
-  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT})
+  # Teams wait without spinning: with more threads than cores, spinning starves whoever is waited for.
+  set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
+    ENVIRONMENT_MODIFICATION OMP_WAIT_POLICY=set:passive)
 endfunction()
 
 # A measuring program; not run by ctest.

@@ -7,11 +7,17 @@
 
 #include "base/check.h"
 #include "base/shared_library.h"
+#include "comm/mpi_api.h"
+#include "comm/socket_transport.h"
 
 namespace orlop {
 namespace {
 
 constexpr const char* kMpiLibrary = "liborlop_mpi.so";
+constexpr const char* kRendezvous = "ORLOP_RENDEZVOUS";
+constexpr const char* kRendezvousFd = "ORLOP_RENDEZVOUS_FD";
+// What the agent of torchrun sets for the processes that it starts.
+constexpr const char* kTorchAgent = "TORCHELASTIC_RUN_ID";
 
 struct Names {
   Launcher launcher;
@@ -63,6 +69,25 @@ std::optional<RankIds> read(const Names& names, const Environment& environment) 
   return ids;
 }
 
+std::unique_ptr<HostCommunicator> join_by_mpi(const RankIds& ids, const MessageOptions& options) {
+  static SharedLibrary library(kMpiLibrary);
+  const auto make = library.find<OrlopMakeMpiTransport>("orlop_make_mpi_transport");
+  check(library.loaded(), ErrorCode::kCommunicator,
+        "{} has started {} ranks, but the MPI part of Orlop cannot be loaded: {}; install a build "
+        "with MPI, set {}=host:port to an address where rank 0 listens, or start one process",
+        launcher_name(ids.launcher), ids.world_size, library.error(), kRendezvous);
+  auto communicator = std::make_unique<MessageCommunicator>(
+      options, [&] { return std::unique_ptr<Transport>(make(MessageCommunicator::kLanes)); });
+  check(
+      communicator->world_size() == ids.world_size && communicator->rank() == ids.rank,
+      ErrorCode::kCommunicator,
+      "{} says rank {} of {}, but MPI has made rank {} of {}: this process was started by another "
+      "MPI than the one that Orlop is built with",
+      launcher_name(ids.launcher), ids.rank, ids.world_size, communicator->rank(),
+      communicator->world_size());
+  return communicator;
+}
+
 }  // namespace
 
 const char* launcher_name(Launcher launcher) {
@@ -98,31 +123,32 @@ RankIds read_rank_ids(const Environment& environment) {
           launcher_name(ids->launcher));
     // The last is what has started this process: its world is MPI's.
     found = *ids;
+    if (names.launcher == Launcher::kTorchrun && environment(kTorchAgent)) break;
   }
   return found;
 }
 
-std::unique_ptr<HostCommunicator> join_through_mpi(const RankIds& ids, const MpiOptions& options) {
-  check(ids.launcher == Launcher::kMpirun || ids.launcher == Launcher::kSrun, ErrorCode::kUsage,
-        "{0} has started this process as rank {1} of {2}, but ranks find each other through MPI; "
-        "start them with 'mpirun -n {2} --bind-to none ...' or srun, or on one machine with "
-        "'orlop finetune --gpus {2} ...'",
-        launcher_name(ids.launcher), ids.rank, ids.world_size);
-  static SharedLibrary library(kMpiLibrary);
-  const auto make = library.find<OrlopMakeMpiCommunicator>("orlop_make_mpi_communicator");
-  check(library.loaded(), ErrorCode::kCommunicator,
-        "{} has started {} ranks, but the MPI part of Orlop cannot be loaded: {}; install a build "
-        "with MPI, or start one process",
-        launcher_name(ids.launcher), ids.world_size, library.error());
-  std::unique_ptr<HostCommunicator> communicator(make(&options));
-  check(
-      communicator->world_size() == ids.world_size && communicator->rank() == ids.rank,
-      ErrorCode::kCommunicator,
-      "{} says rank {} of {}, but MPI has made rank {} of {}: this process was started by another "
-      "MPI than the one that Orlop is built with",
-      launcher_name(ids.launcher), ids.rank, ids.world_size, communicator->rank(),
-      communicator->world_size());
-  return communicator;
+std::unique_ptr<HostCommunicator> join_ranks_of(const RankIds& ids, const Environment& environment,
+                                                const MessageOptions& options,
+                                                double join_seconds) {
+  const auto rendezvous = environment(kRendezvous);
+  if (!rendezvous) {
+    check(ids.launcher != Launcher::kTorchrun, ErrorCode::kUsage,
+          "this process is rank {} of {}, but {} does not say where the ranks meet: `import orlop` "
+          "and the command set it under torchrun; elsewhere set it to host:port, where rank 0 "
+          "listens",
+          ids.rank, ids.world_size, kRendezvous);
+    return join_by_mpi(ids, options);
+  }
+  SocketOptions sockets{.rank = ids.rank,
+                        .world_size = ids.world_size,
+                        .rendezvous = *rendezvous,
+                        .join_seconds = join_seconds};
+  const auto listener = environment(kRendezvousFd);
+  if (ids.rank == 0 && listener) sockets.listener = parse(kRendezvousFd, *listener);
+  return std::make_unique<MessageCommunicator>(options, [&] {
+    return std::make_unique<SocketTransport>(sockets, MessageCommunicator::kLanes);
+  });
 }
 
 }  // namespace orlop

@@ -133,9 +133,8 @@ void issue_on_host_queue(Queue& queue, const CollectiveCall& call) {
 std::shared_ptr<Communicator> join_host_ranks() {
   const RankIds ids = read_rank_ids(process_environment);
   if (ids.world_size == 1) return one_rank();
-  // MPI ends with the process that it was started in.
   static const std::shared_ptr<Communicator> joined =
-      join_through_mpi(ids, {.issue = issue_on_host_queue});
+      join_ranks_of(ids, process_environment, {.issue = issue_on_host_queue});
   return joined;
 }
 

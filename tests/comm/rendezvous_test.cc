@@ -83,8 +83,41 @@ TEST(RendezvousTest, RefusesWhatContradictsItself) {
   }
 }
 
-TEST(RendezvousTest, RanksNeedAnMpiLauncher) {
-  EXPECT_THROW(join_through_mpi({Launcher::kTorchrun, 0, 2, 0}, {}), Error);
+TEST(RendezvousTest, BelowTheAgentOfTorchrunItsRanksCount) {
+  // srun starts one agent per machine, whose processes inherit what srun has told it.
+  Variables both{{"RANK", "5"},         {"WORLD_SIZE", "8"},    {"LOCAL_RANK", "1"},
+                 {"SLURM_PROCID", "1"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}};
+  EXPECT_THAT(error_of(both), testing::HasSubstr("rank 1 of 2 by srun"));
+  both["TORCHELASTIC_RUN_ID"] = "none";
+  EXPECT_EQ(ids_of(both), (RankIds{Launcher::kTorchrun, 5, 8, 1}));
+}
+
+TEST(RendezvousTest, RanksNeedAPlaceToMeet) {
+  try {
+    join_ranks_of({Launcher::kTorchrun, 1, 2, 1}, [](const std::string&) { return std::nullopt; },
+                  {});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), testing::HasSubstr("rank 1 of 2, but ORLOP_RENDEZVOUS does not say"));
+  }
+}
+
+TEST(RendezvousTest, RefusesAPlaceThatIsNone) {
+  for (const char* place : {"", "here", "here:", ":12", "::1:12", "127.0.0.1:x", "[]:1"}) {
+    try {
+      join_ranks_of({Launcher::kTorchrun, 1, 2, 1},
+                    [&](const std::string& name) -> std::optional<std::string> {
+                      if (name != "ORLOP_RENDEZVOUS") return std::nullopt;
+                      return place;
+                    },
+                    {});
+      FAIL() << place;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage) << error.what();
+      EXPECT_THAT(error.what(), testing::HasSubstr("host:port")) << place;
+    }
+  }
 }
 
 }  // namespace

@@ -1,13 +1,14 @@
-// One rank of a run that mpirun starts.
-//   rank_worker equal MODEL           trains and compares every bit with the same run on threads
-//   rank_worker alike MODEL           trains in fp32 and compares the losses with those of one
-//   rank;
-//                                     prints "rank on <host>"
-//   rank_worker killed MODEL RUN_DIR  trains and saves; rank 1 is killed after step 5, the others
-//                                     print "told: <error>" and "ended <seconds>"
-//   rank_worker parted MODEL FOLDER   trains until an error; rank 0 makes FOLDER/trained after step
-//   5,
-//                                     each rank writes the same two lines into FOLDER/ended-<rank>
+// One rank of a run of processes, by MPI or by sockets as the environment says.
+//   rank_worker equal MODEL
+//     trains and compares every bit with the same run on threads
+//   rank_worker alike MODEL
+//     trains in fp32 and compares the losses with those of one rank; prints "rank on <host>"
+//   rank_worker killed MODEL RUN_DIR
+//     trains and saves; rank 1 is killed after step 5, the others print "told: <error>" and
+//     "ended <seconds>"
+//   rank_worker parted MODEL FOLDER
+//     trains until an error; rank 0 makes FOLDER/trained after step 5, each rank writes the same
+//     two lines into FOLDER/ended-<rank>
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -22,6 +23,7 @@
 #include <string>
 
 #include "orlop/engine.h"
+#include "orlop/ranks.h"
 #include "tests/support/rank_run.h"
 
 namespace orlop::test {
@@ -38,11 +40,9 @@ EngineConfig config_for(int64_t ranks) {
   return config;
 }
 
-int64_t ranks_of_environment() { return std::stoll(std::getenv("OMPI_COMM_WORLD_SIZE")); }
-
 int compare(const std::string& model) {
   const RunOptions options{.until = 5, .last = 5};
-  const int64_t ranks = ranks_of_environment();
+  const int64_t ranks = Ranks().world_size();
   const auto engine = Engine::open(model, config_for(ranks));
   const RunRecord found = run_share(*engine, kAllMicroBatches, options);
   EngineConfig all = config_for(ranks);
@@ -61,7 +61,7 @@ int compare_with_one_rank(const std::string& model) {
   config.optimizer.learning_rate = 1e-4;
   config.batch.accumulation_steps = kAllMicroBatches;
   const RunRecord single = run_on_ranks(1, model, config, {});
-  const int64_t ranks = ranks_of_environment();
+  const int64_t ranks = Ranks().world_size();
   config.batch.accumulation_steps /= ranks;
   const auto engine = Engine::open(model, config);
   const RunRecord found = run_share(*engine, kAllMicroBatches, {});
@@ -79,7 +79,7 @@ int train_until_told(const std::string& model, std::ostream& out,
                      const std::function<void(Engine&, int64_t step)>& after_step) {
   Clock::time_point last_step;
   try {
-    const auto engine = Engine::open(model, config_for(ranks_of_environment()));
+    const auto engine = Engine::open(model, config_for(Ranks().world_size()));
     for (int64_t step = 1;; ++step) {
       run_share(*engine, kAllMicroBatches, {.from = step, .until = step, .last = 0});
       after_step(*engine, step);
@@ -100,7 +100,7 @@ int train_until_killed(const std::string& model, const std::string& run_dir) {
 }
 
 int train_until_parted(const std::string& model, const std::filesystem::path& folder) {
-  const std::string rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  const std::string rank = std::to_string(Ranks().rank());
   const std::filesystem::path unfinished = folder / ("telling-" + rank);
   {
     std::ofstream out(unfinished);

@@ -2,11 +2,12 @@
 # Two hosts on one machine: each with a network and a host name of its own, joined by a cable (a veth
 # pair). Needs root, or user namespaces. Everything lives in namespaces of its own: when this program
 # ends, however it ends, its processes, both networks and Open MPI's files are gone.
-#   two_hosts.sh check                       ends with 0 where the machine allows it; else says why not
-#   two_hosts.sh run RANKS MPIEXEC COMMAND   runs RANKS ranks of COMMAND on each host by MPI over the
-#                                            cable; prints "cable BYTES": what went over it
-#   two_hosts.sh part FOLDER MPIEXEC COMMAND runs one rank on each, cuts the cable when FOLDER/trained
-#                                            is there and ends when FOLDER/ended-0 and -1 are
+#   two_hosts.sh check                     ends with 0 where the machine allows it; else says why not
+#   two_hosts.sh run RANKS HOW COMMAND     runs RANKS ranks of COMMAND on each host over the cable; HOW
+#                                          is mpiexec's path, or "sockets"; prints "cable BYTES": what
+#                                          went over it
+#   two_hosts.sh part FOLDER HOW COMMAND   runs one rank on each, cuts the cable when FOLDER/trained is
+#                                          there and ends when FOLDER/ended-0 and -1 are
 set -euo pipefail
 
 readonly address_a=192.0.2.1 address_b=192.0.2.2
@@ -45,7 +46,23 @@ connect "$address_a"
 export -f connect
 nsenter --target "$ORLOP_OTHER_HOST" --net --uts bash -euc "connect $address_b"
 
-launch() {  # RANKS MPIEXEC COMMAND...
+launch_by_sockets() {  # RANKS COMMAND...
+  local started=() enter rank
+  for ((rank = 0; rank < 2 * $1; rank++)); do
+    enter=()
+    ((rank < $1)) || enter=(nsenter --target "$ORLOP_OTHER_HOST" --net --uts)
+    "${enter[@]}" env RANK=$rank WORLD_SIZE=$((2 * $1)) LOCAL_RANK=$((rank % $1)) \
+      ORLOP_RENDEZVOUS="$address_a:29400" "${@:2}" &
+    started+=("$!")
+  done
+  for rank in "${started[@]}"; do wait "$rank"; done
+}
+
+launch() {  # RANKS HOW COMMAND...
+  if [[ $2 == sockets ]]; then
+    launch_by_sockets "$1" "${@:3}"
+    return
+  fi
   "$2" --host "$address_a:$1,$address_b:$1" --oversubscribe --bind-to none --enable-recovery \
     --mca orte_tmpdir_base /run --mca plm rsh --mca plm_rsh_agent "$here enter" --mca oob_tcp_if_include cable \
     --mca btl self,vader,tcp --mca btl_tcp_if_include cable --mca btl_vader_single_copy_mechanism none \

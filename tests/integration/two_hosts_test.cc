@@ -1,5 +1,5 @@
-// Ranks on two hosts that a cable joins, by MPI over TCP: the losses of one rank, and an end in
-// good order when the cable is cut. The hosts are network namespaces of this machine
+// Ranks on two hosts that a cable joins, by sockets and by MPI over TCP: the losses of one rank,
+// and an end in good order when the cable is cut. The hosts are network namespaces of this machine
 // (two_hosts.sh).
 
 #include <gmock/gmock.h>
@@ -25,7 +25,8 @@ std::string read_all(ChildProcess& process) {
   return output;
 }
 
-class TwoHosts : public ::testing::Test {
+// The parameter is what starts the ranks: mpiexec, or "sockets".
+class TwoHosts : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
     ChildProcess probe({"/bin/sh", "-c", "'" ORLOP_TWO_HOSTS "' check 2>&1"});
@@ -41,10 +42,10 @@ class TwoHosts : public ::testing::Test {
 };
 
 // Each step at least reduces the gradients of all weights over the ranks.
-TEST_F(TwoHosts, GiveTheLossesOfOneRank) {
+TEST_P(TwoHosts, GiveTheLossesOfOneRank) {
   const auto weights = std::filesystem::file_size(folder() + "/model/model.safetensors");
   for (const int ranks_each : {1, 2}) {
-    ChildProcess run({ORLOP_TWO_HOSTS, "run", std::to_string(ranks_each), ORLOP_MPIEXEC,
+    ChildProcess run({ORLOP_TWO_HOSTS, "run", std::to_string(ranks_each), GetParam(),
                       ORLOP_RANK_WORKER, "alike", model()});
     std::map<std::string, int> ranks_on;
     size_t cable_bytes = 0;
@@ -61,8 +62,8 @@ TEST_F(TwoHosts, GiveTheLossesOfOneRank) {
   }
 }
 
-TEST_F(TwoHosts, EndWhenTheCableIsCut) {
-  ChildProcess run({ORLOP_TWO_HOSTS, "part", folder(), ORLOP_MPIEXEC, ORLOP_RANK_WORKER, "parted",
+TEST_P(TwoHosts, EndWhenTheCableIsCut) {
+  ChildProcess run({ORLOP_TWO_HOSTS, "part", folder(), GetParam(), ORLOP_RANK_WORKER, "parted",
                     model(), folder()});
   const std::string output = read_all(run);
   ASSERT_EQ(run.wait(), 0) << output;
@@ -77,6 +78,11 @@ TEST_F(TwoHosts, EndWhenTheCableIsCut) {
     EXPECT_LT(seconds, 30.0);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Sockets, TwoHosts, testing::Values("sockets"));
+#ifdef ORLOP_MPIEXEC
+INSTANTIATE_TEST_SUITE_P(Mpi, TwoHosts, testing::Values(ORLOP_MPIEXEC));
+#endif
 
 }  // namespace
 }  // namespace orlop::test

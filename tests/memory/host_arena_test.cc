@@ -18,19 +18,13 @@
 #include <vector>
 
 #include "base/check.h"
+#include "tests/support/sanitized.h"
 
 namespace orlop {
 namespace {
 
+using test::kSanitized;
 using ::testing::HasSubstr;
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-constexpr bool kSanitized = __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-constexpr bool kSanitized = false;
-#endif
 
 // The fields of /proc/self/smaps for the mapping that begins at `address`.
 std::string smaps_of(const void* address) {

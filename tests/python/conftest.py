@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# Before the first library with OpenMP comes in. Teams wait without spinning: with more threads than cores, and two
+# runtimes in one process, spinning takes most of the time of a tiny model.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 

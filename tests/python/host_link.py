@@ -106,24 +106,22 @@ class Room:
     """The interface of DeviceRoom."""
 
     def __init__(self, size):
-        self.size = self.bytes_left = size
+        self.size = self.free = size
 
     def left(self):
-        return self.bytes_left
+        return self.free
 
     def take(self, size):
-        if size > self.bytes_left:
+        if size > self.free:
             return False
-        self.bytes_left -= size
+        self.free -= size
         return True
 
     def give(self, size):
-        self.bytes_left += size
-
-    free = give
+        self.free += size
 
     def clear(self):
-        self.bytes_left = self.size
+        self.free = self.size
 
 
 class HostLink:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -49,19 +51,34 @@ def train(folder, dtype, make, checkpointing=False):
     return losses
 
 
+@pytest.fixture(scope="module")
+def plain_losses(model_dir):
+    """plain_losses(kind, dtype): those of PyTorch alone, each computed once."""
+
+    @functools.cache
+    def get(kind, dtype):
+        def make(model):
+            if dtype == torch.float32:
+                return torch.optim.AdamW(model.parameters(), lr=1e-3)
+            return MasterAdamW(model, lr=1e-3)
+
+        return train(model_dir(kind, True), dtype, make)
+
+    return get
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_losses_within_one_percent(model_dir, kind, dtype, hidden):
-    folder = model_dir(kind, True)
-    plain = torch.optim.AdamW if dtype == torch.float32 else None
-    expected = train(
-        folder, dtype, lambda m: plain(m.parameters(), lr=1e-3) if plain else MasterAdamW(m, lr=1e-3)
-    )
+def test_losses_within_one_percent(model_dir, plain_losses, kind, dtype, hidden):
+    expected = plain_losses(kind, dtype)
     options = (lambda m: {"module": m}) if hidden else (lambda m: {})
     got = train(
-        folder, dtype, lambda m: orlop.AdamW(m.parameters(), lr=1e-3, **options(m)), checkpointing=hidden
+        model_dir(kind, True),
+        dtype,
+        lambda m: orlop.AdamW(m.parameters(), lr=1e-3, **options(m)),
+        checkpointing=hidden,
     )
     worst = max(abs(a - b) / b for a, b in zip(got, expected, strict=True))
     assert got[-1] < 0.8 * got[0]

@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LARGE = DEVICE != "cpu"  # sums as long as those of a real model, where that takes no time
 
 pytestmark = [
-    pytest.mark.gpu if DEVICE != "cpu" else pytest.mark.filterwarnings("default"),
+    pytest.mark.any_device,
     pytest.mark.skipif(not WORKER.exists(), reason="an installed package comes without the tests' programs"),
 ]
 

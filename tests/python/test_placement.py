@@ -441,26 +441,3 @@ def test_door2_keeps_states_of_resident_blocks_on_the_device(monkeypatch, dtype,
         optimizer.close()
         orlop.unwrap(model)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("freed", [0, 1, 2])
-@DTYPES
-def test_resident_weights_make_room_for_sums(monkeypatch, dtype, freed):
-    """Sums of micro-batches come before resident weights: blocks are streamed until all sums are on the device."""
-    expected_model = Model(dtype, blocks=6)
-    expected_optimizer = orlop.AdamW(expected_model.parameters(), lr=1e-2, gradients="leave")
-    counts = (1, 3, 2)
-    expected = train(expected_model, expected_optimizer, 9, counts=counts)
-    block = (40 * 40 + 40) * torch.empty((), dtype=dtype).element_size()
-    sums = 4 * sum(p.numel() for p in expected_model.blocks.parameters())
-    link = HostLink(torch.device("cpu"), sums - freed * block)
-    monkeypatch.setattr(wrapping, "_device_link", lambda device, limit: link)
-    limits = {"limits": {"gpu": 6 * block}}
-    model, optimizer = orlop.wrap(Model(dtype, blocks=6), {"lr": 1e-2, "states": "host"}, limits)
-    assert train(model, optimizer, 9, counts=counts) == expected
-    assert_equal(bits(optimizer), bits(expected_optimizer))
-    report = optimizer.memory_report()
-    assert report["gradient sums on cpu"] == sums
-    # Two blocks at a time are on the device while they stream: they free nothing.
-    assert len(wrapping.stream_of(model).resident_blocks()) == (6 - freed - 2 if freed else 6)
-    assert link.room.left() == 0

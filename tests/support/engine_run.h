@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "orlop/engine.h"
+#include "tests/support/sanitized.h"
 
 namespace orlop::test {
 
@@ -30,12 +31,7 @@ struct RunRecord {
 // run sees what the straight one saw.
 std::vector<MicroBatch> batches_of_step(const EngineConfig& config, int64_t vocab, int64_t step);
 
-// Under a sanitizer, which sees no more in the later steps, runs are shorter.
-#ifdef ORLOP_SANITIZED
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
+// A sanitizer sees no more in the later steps.
 inline constexpr int64_t kRunSteps = kSanitized ? 8 : 20;
 
 struct RunOptions {

@@ -12,6 +12,8 @@
 #include <iterator>
 
 #include "base/check.h"
+#include "base/unique_fd.h"
+#include "comm/socket_address.h"
 
 extern char** environ;
 
@@ -112,19 +114,26 @@ std::vector<std::string> mpi_command(const std::string& mpiexec, int ranks,
   return command;
 }
 
+std::vector<std::unique_ptr<ChildProcess>> start_socket_ranks(
+    int ranks, const std::vector<std::string>& program) {
+  const UniqueFd listener = listen_at(resolve("127.0.0.1:0").front());
+  std::vector<std::unique_ptr<ChildProcess>> processes;
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::vector<std::string> command = {
+        "/usr/bin/env", fmt::format("RANK={}", rank), fmt::format("WORLD_SIZE={}", ranks),
+        fmt::format("LOCAL_RANK={}", rank),
+        fmt::format("ORLOP_RENDEZVOUS={}", SocketAddress::own(listener.get()).text())};
+    if (rank == 0) command.push_back(fmt::format("ORLOP_RENDEZVOUS_FD={}", listener.get()));
+    command.insert(command.end(), program.begin(), program.end());
+    ::fcntl(listener.get(), F_SETFD, rank == 0 ? 0 : FD_CLOEXEC);
+    processes.push_back(std::make_unique<ChildProcess>(command));
+  }
+  return processes;
+}
+
 size_t resident_bytes() { return field_bytes("/proc/self/smaps_rollup", "Rss:"); }
 size_t peak_resident_bytes() { return field_bytes("/proc/self/status", "VmHWM:"); }
 size_t thread_count() { return entries("/proc/self/task"); }
 size_t open_files() { return entries("/proc/self/fd"); }
-
-bool memory_is_instrumented() {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  return true;
-#elif defined(__has_feature)
-  return __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
-#else
-  return false;
-#endif
-}
 
 }  // namespace orlop::test

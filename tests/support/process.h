@@ -3,9 +3,12 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "tests/support/instrumented.h"
 
 namespace orlop::test {
 
@@ -41,13 +44,15 @@ class ChildProcess {
 std::vector<std::string> mpi_command(const std::string& mpiexec, int ranks,
                                      const std::vector<std::string>& program);
 
+// Starts `ranks` processes of a program on this machine, which find each other by sockets; no
+// launcher looks after them.
+std::vector<std::unique_ptr<ChildProcess>> start_socket_ranks(
+    int ranks, const std::vector<std::string>& program);
+
 // Of this process, from /proc/self.
 size_t resident_bytes();
 size_t peak_resident_bytes();
 size_t thread_count();
 size_t open_files();
-
-// Sanitizers take memory of their own: figures of resident memory say nothing under them.
-bool memory_is_instrumented();
 
 }  // namespace orlop::test

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         type=int,
         metavar="N",
-        help="one process on each of N GPUs of this machine (by mpirun); they share the model",
+        help="start N processes on this machine, one per GPU; they share the model",
     )
     add_option_flags(parser)
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpus is not None and args.gpus != 1:
         from ..launch import start_ranks
 
-        start_ranks(args.gpus, args.argv)
+        return start_ranks(args.gpus, args.argv)
     from ..training import finetune
 
     return finetune(config).exit_code

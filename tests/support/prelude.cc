@@ -1,0 +1,2 @@
+// The translation unit that precompiled headers belong to.
+#include "tests/support/prelude.h"
