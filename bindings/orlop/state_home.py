@@ -59,7 +59,6 @@ class HostHome:
     def adopt(self, slot) -> None:
         """Takes the weights of a device as what the master is to be."""
         self.take_weights(slot, self.link.read_weights(slot.param))
-        slot.version = slot.param._version
 
     def take_weights(self, slot, weights: torch.Tensor) -> None:
         """`weights` (numel) in host memory become the compute copy, and what the master is to be."""
@@ -67,6 +66,7 @@ class HostHome:
         if slot.loaded_rest is not None:
             self.planes[MASTER_KEY[self.dtype]].copy_(slot.loaded_rest)
             slot.loaded_rest = None
+        slot.version = slot.param._version
 
     def follow(self, slot) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""

@@ -8,6 +8,7 @@ import weakref
 
 import torch
 
+from . import errors
 from .streamed_parameter import StreamedParameter
 from .torch_support import flat
 
@@ -66,6 +67,21 @@ class Entry:
         if self.host is not None:
             self.write_host(self.parameter.detach().cpu())
         self.version = self.parameter._version
+
+    def keep_written(self, stale: bool, write: bool) -> None:
+        """Home and master become what somebody wrote on the device since it was opened or taken back; with `write`,
+        whatever is there. `stale`: an update may have passed by, after which the home is newer than the device."""
+        version = self.parameter._version
+        followed = self.slot is not None and self.slot.version > self.version  # the optimizer has seen or changed it
+        if not (followed and stale):
+            if write or not followed or version != self.slot.version:
+                self.take_back()
+        elif version != self.slot.version:
+            self.version = version
+            raise errors.UsageError(
+                f"{self.name} was written where it is older than the optimizer's last step, so that the write is "
+                "lost; call synchronize() of the optimizer between step() and such a write"
+            )
 
     def empty(self) -> None:
         self.parameter.__class__ = StreamedParameter
@@ -182,6 +198,8 @@ class StreamedWeights:
     def _fetch(self, block: Block) -> None:
         if block.here and not block.stale:
             return
+        if block.here:
+            self._keep_written(block)
         self.fetches += 1
         link = self.device_link
         if link is not None:
@@ -233,11 +251,19 @@ class StreamedWeights:
         if not block.here or block.resident or block.holds or block.active:
             return
         self._arrive(block)
+        self._keep_written(block)
         for entry in block.entries:
             entry.empty()
         block.here = block.stale = False
         self._here -= 1
         del self._visiting[block.index]
+
+    @staticmethod
+    def _keep_written(block: Block, write: bool = False) -> None:
+        """No write to a copy that is about to go is lost."""
+        for entry in block.entries:
+            if write or entry.version != entry.parameter._version:
+                entry.keep_written(block.stale, write)
 
     def refresh(self) -> None:
         """Blocks on the device that an update has passed by are fetched again."""
@@ -315,9 +341,7 @@ class StreamedWeights:
     def scatter(self, blocks: list[Block], write: bool, keep: bool) -> None:
         """Ends a gather. `keep`: a graph may hold the weights; they stay until the next step."""
         for block in blocks:
-            for entry in block.entries:
-                if write or entry.version != entry.parameter._version:
-                    entry.take_back()
+            self._keep_written(block, write)
             if not keep:
                 block.holds -= 1
                 self.release(block)

@@ -1,4 +1,4 @@
-"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits."""
+"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits, writes inside a forward."""
 
 from __future__ import annotations
 
@@ -150,3 +150,96 @@ def test_edit_after_a_resume_is_the_master():
     with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
         model.blocks[2].weight.fill_(0.0)
     assert torch.equal(optimizer.master(model.blocks[2].weight), torch.zeros(24, 24))
+
+
+# --- writes inside a forward --------------------------------------------------------------------
+
+
+class Clamped(torch.nn.Linear):
+    """Keeps its weights small as part of its forward, before it uses them."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ClampedModel(Model):
+    def __init__(self, dtype):
+        super().__init__(dtype=dtype)
+        self.blocks[1] = Clamped(24, 24)
+        self.to(dtype)
+
+
+def halve(module, _):
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_write_inside_the_forward_of_a_block_stays(how, dtype):
+    """Case B-09: what the forward of a block writes is what its master starts from, as without the wrap."""
+
+    def run(prepare):
+        model, optimizer = prepare(ClampedModel(dtype) if how == "forward" else Model(dtype=dtype))
+        if how == "hook":
+            model.blocks[1].register_forward_pre_hook(halve)
+        losses = train(model, optimizer)
+        return losses, weights(model)
+
+    (losses, got), (expected, wanted) = run(streamed), run(plain)
+    assert losses == expected
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_write_inside_a_forward_is_the_master_in_bf16():
+    """No rest of the master before is left below the value that was written."""
+    model, optimizer = streamed(Model(dtype=torch.bfloat16))
+    train(model, optimizer, 3)
+    model.blocks[1].register_forward_pre_hook(halve)
+    before = weights(model)["blocks.1.weight"]
+    model(batch(3, torch.bfloat16)).float().square().mean().backward()
+    assert torch.equal(weights(model)["blocks.1.weight"], 0.5 * before)
+    assert torch.equal(optimizer.master(model.blocks[1].weight), 0.5 * before.float())
+
+
+def test_write_inside_an_evaluation_stays():
+    model, _ = orlop.wrap(Model())
+    model.blocks[1].register_forward_pre_hook(halve)
+    expected = Model().blocks[1].weight * 0.25
+    with torch.no_grad():
+        model(batch(0))
+        model(batch(0))
+    assert torch.equal(weights(model)["blocks.1.weight"], expected)
+
+
+def test_step_inside_gathered_is_not_undone():
+    """The copy that an update has passed by is no write of the user's."""
+    reference, reference_optimizer = plain(Model())
+    model, optimizer = streamed(Model())
+    for m, o in ((reference, reference_optimizer), (model, optimizer)):
+        m(batch(0)).square().mean().backward()
+        if m is model:
+            with orlop.gathered(m):
+                o.step()
+        else:
+            o.step()
+        o.zero_grad()
+    assert all(torch.equal(value, weights(reference)[name]) for name, value in weights(model).items())
+
+
+def test_write_to_a_copy_that_a_step_has_passed_by_is_refused():
+    """Case B-09: a block that stays has its old weights until somebody waits for the new ones."""
+    model, optimizer = orlop.wrap(Model(), {"lr": 1e-2}, {"limits": {"gpu": 1 << 30}})
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.blocks[2].weight.mul_(0.5)
+    with pytest.raises(orlop.UsageError, match=r"blocks\.2\.weight was written .* synchronize\(\)"):
+        model(batch(2))
+    optimizer.synchronize()
+    before = optimizer.master(model.blocks[2].weight)
+    with torch.no_grad():
+        model.blocks[2].weight.mul_(0.5)
+    assert torch.equal(optimizer.master(model.blocks[2].weight), 0.5 * before)
+    train(model, optimizer, 1, first=2)
