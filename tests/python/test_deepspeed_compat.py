@@ -469,6 +469,34 @@ def test_resume_equals_straight_run(precision, tmp_path):
         assert first == (tmp_path / "again" / "x" / f"{name}.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("phase", range(4))
+def test_resume_inside_an_accumulation_window(phase, precision, streams, tmp_path):
+    """Case N-04: a checkpoint has the gradients of the window under way, in a new engine and, where others wait, in
+    the one that saved."""
+    options = {precision: {"enabled": True}} if precision else {}
+    options["gradient_accumulation_steps"] = 4
+    if streams:
+        options["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    engine = make(**options)
+    train(engine, 8 + phase)
+    engine.save_checkpoint(tmp_path)
+    assert (tmp_path / "global_step2" / "gradients.safetensors").exists() == (phase > 0)
+    expected = train(engine, 12 - phase, first=8 + phase)
+    final = [value.clone() for value in engine.module_state_dict().values()]
+    train(engine, 3, first=50)  # gradients that are not the checkpoint's
+    tolerance = {None: 1e-6, "bf16": 1e-2, "fp16": 1e-3}[precision] if phase else 0.0
+    for other in (make(**options), engine):
+        other.load_checkpoint(tmp_path)
+        assert other.micro_steps == 8 + phase
+        got = train(other, 12 - phase, first=8 + phase)
+        assert got == pytest.approx(expected, rel=tolerance)
+        for a, b in zip(other.module_state_dict().values(), final, strict=True):
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+        assert other.global_steps == 5
+
+
 def test_frozen_buffers_shared_and_views(tmp_path):
     """Cases C-02, C-03, C-13, C-17: frozen weights, buffers, tied and transposed tensors; plain readers read it."""
     import json

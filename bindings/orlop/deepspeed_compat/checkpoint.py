@@ -3,7 +3,8 @@
 DIR/latest                    the newest tag
 DIR/TAG/model.safetensors     weights and persistent buffers; a shared tensor once
 DIR/TAG/optimizer.safetensors NAME.exp_avg, NAME.exp_avg_sq, NAME.master_lo or NAME.master
-DIR/TAG/state.json            everything else, and the bytes of the two files
+DIR/TAG/gradients.safetensors inside an accumulation window: NAME, as summed so far, with the loss scale
+DIR/TAG/state.json            everything else, and the bytes of the files beside it
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def recover(folder: Path) -> None:
             aside.rename(home)
 
 
-def write(folder: Path, tag: str, model: dict, optimizer: dict, state: dict[str, Any], latest: bool) -> Path:
-    """Writes DIR/TAG beside the old one, then puts it in its place, then moves `latest`."""
+def write(
+    folder: Path, tag: str, model: dict, others: dict[str, dict], state: dict[str, Any], latest: bool
+) -> Path:
+    """Writes DIR/TAG beside the old one, then puts it in its place, then moves `latest`. others: tensors by file."""
     folder.mkdir(parents=True, exist_ok=True)
     recover(folder)
     partial, final = folder / f"{tag}.tmp", folder / tag
@@ -83,7 +86,7 @@ def write(folder: Path, tag: str, model: dict, optimizer: dict, state: dict[str,
         shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     partial.mkdir()
     weights, state["shared"] = split_shared(model)
-    for name, tensors in (("model", weights), ("optimizer", optimizer)):
+    for name, tensors in {"model": weights, **others}.items():
         _safetensors().save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
         _sync(partial / f"{name}.safetensors")
     state["bytes"] = {path.name: path.stat().st_size for path in sorted(partial.glob("*.safetensors"))}
@@ -125,6 +128,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, state: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
+    if f"{name}.safetensors" not in state["bytes"]:
+        return {}
     tensors = _safetensors().load_file(path / f"{name}.safetensors")
     if name == "model":
         tensors |= {alias: tensors[first] for alias, first in state["shared"].items()}

@@ -234,7 +234,10 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
                         exclude_frozen_parameters=False):  # fmt: skip
-        """Writes SAVE_DIR/TAG; client_state is what JSON can hold. Returns True."""
+        """Writes SAVE_DIR/TAG; client_state is what JSON can hold. Returns True.
+
+        Inside an accumulation window the gradients so far are part of it.
+        """
         optimizer = self._required_optimizer()
         tag = tag or f"global_step{self.global_steps}"
         state = {
@@ -248,13 +251,20 @@ class DeepSpeedEngine(torch.nn.Module):
         }
         names = {p: name for name, p in self.module.named_parameters()}
         tensors, state["optimizer"] = _pack(optimizer, names)
+        others = {"optimizer": tensors}
+        gradients = {n: p.grad.detach().clone().contiguous() for p, n in names.items() if p.grad is not None}
+        if gradients:
+            others["gradients"] = gradients
         model = self.module_state_dict(exclude_frozen_parameters)
-        checkpoint.write(Path(save_dir), str(tag), model, tensors, state, save_latest)
+        checkpoint.write(Path(save_dir), str(tag), model, others, state, save_latest)
         return True
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
                         load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None):  # fmt: skip
-        """(path, client_state), or (None, {}) when no checkpoint is there and no tag was given."""
+        """(path, client_state), or (None, {}) when no checkpoint is there and no tag was given.
+
+        Gradients that are here are dropped; those of a window in which the checkpoint was written go on.
+        """
         folder = Path(load_dir)
         checkpoint.recover(folder)
         if tag is None:
@@ -280,8 +290,17 @@ class DeepSpeedEngine(torch.nn.Module):
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
             setattr(self, name, state[name])
+        self._load_gradients(checkpoint.read_tensors(path, state, "gradients"))
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         return str(path), state["client_state"]
+
+    def _load_gradients(self, gradients):
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and name in gradients:
+                saved = gradients[name].to(device=p.device, dtype=p.dtype)
+                p.grad = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=p.device).copy_(saved)
 
     def module_state_dict(self, exclude_frozen_parameters=False):
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
