@@ -41,6 +41,23 @@ def check_hyperparameters(group, where):
             raise ValueError(f"{where}: Invalid {name}: {value}")
 
 
+def check_known(module, known):
+    """Refuses parameters that have come into `module` since `known` ({parameter: name}) was made of it, and have a
+    gradient that nobody would apply. Below 1 us for each of them."""
+    modules = [module]
+    while modules:
+        part = modules.pop()
+        modules += [child for child in part._modules.values() if child is not None]
+        for p in part._parameters.values():
+            if p is not None and p not in known and p.requires_grad and p.grad is not None:
+                new = [n for n, q in module.named_parameters() if q not in known and q.grad is not None]
+                raise errors.UsageError(
+                    f"{', '.join(new)}: in the module since the optimizer was made, with a gradient but in none of "
+                    "its groups, so that it would never be trained; give it to add_param_group(), or make the "
+                    "optimizer after the change"
+                )
+
+
 def match_groups(present, state_dict, decoupled):
     """The saved groups over the present parameters; raises as torch does when they do not fit."""
     saved = state_dict["param_groups"]

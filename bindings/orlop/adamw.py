@@ -8,7 +8,7 @@ import weakref
 from . import _orlop, errors, torch_support
 from .torch_support import torch
 
-from .adam_checks import check_choice, check_hyperparameters  # isort: skip
+from .adam_checks import check_choice, check_hyperparameters, check_known  # isort: skip
 from .adam_gradients import GradientSide  # isort: skip
 from .adam_slots import SlotSide  # isort: skip
 from .adam_state import StateSide  # isort: skip
@@ -196,6 +196,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._module is not None:
+            check_known(self._module, self._names)
         self.synchronize()
         if self._stream is not None:
             self._stream.forget_holds()

@@ -1,4 +1,4 @@
-"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits, writes inside a forward."""
+"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits, writes inside a forward, new parameters."""
 
 from __future__ import annotations
 
@@ -243,3 +243,54 @@ def test_write_to_a_copy_that_a_step_has_passed_by_is_refused():
         model.blocks[2].weight.mul_(0.5)
     assert torch.equal(optimizer.master(model.blocks[2].weight), 0.5 * before)
     train(model, optimizer, 1, first=2)
+
+
+# --- new parameters -----------------------------------------------------------------------------
+
+
+def replaced_table(model):
+    """As a resize of the embeddings does: a larger weight in the place of the old one, whose rows it has."""
+    old = model.inp
+    model.inp = torch.nn.Linear(8, 24)
+    with torch.no_grad():
+        model.inp.weight.copy_(old.weight)
+    return ["inp.weight", "inp.bias"]
+
+
+def replaced_in_block(model):
+    model.blocks[2].weight = torch.nn.Parameter(torch.eye(24))
+    return ["blocks.2.weight"]
+
+
+def hidden(model):
+    return model, orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+
+
+@pytest.mark.parametrize("change", [replaced_table, replaced_in_block])
+@pytest.mark.parametrize("make", [streamed, hidden])
+def test_parameters_that_come_later_are_named(make, change):
+    """Cases M-07, M-14: trained once they are given to the optimizer, never left out without a word."""
+    model, optimizer = make(Model())
+    train(model, optimizer, 2)
+    names = change(model)
+    before = weights(model)
+    model(batch(2)).square().mean().backward()
+    with pytest.raises(orlop.UsageError, match=f"{', '.join(names)}: .*add_param_group"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    new = dict(model.named_parameters())
+    optimizer.add_param_group({"params": [new[name] for name in names]})
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in weights(model).items())
+    optimizer.zero_grad()
+    losses = train(model, optimizer, 3, first=3)
+    assert all(loss == loss for loss in losses)
+
+
+@pytest.mark.parametrize("make", [streamed, hidden])
+def test_frozen_parameters_may_come_later(make):
+    model, optimizer = make(Model())
+    train(model, optimizer, 2)
+    replaced_table(model)
+    model.inp.requires_grad_(False)
+    train(model, optimizer, 2, first=2)
