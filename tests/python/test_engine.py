@@ -329,4 +329,4 @@ engine.step([loader.next()])
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", ""), end
-    assert not list((tmp_path / "drive").glob("*.shard")), "files of ended runs"
+    assert not list((tmp_path / "drive").glob("*.swap")), "files of ended runs"
