@@ -261,7 +261,7 @@ def test_model_that_moves_to_the_device_after_the_optimizer():
 
 def test_twenty_optimizers_leave_nothing_behind():
     """Case R-10: device and host bytes; also an optimizer that ends with copies in flight."""
-    from test_adamw_contract import resident_bytes
+    from memory_use import resident_bytes
 
     model = Model(width=1024).cuda()
     after = []
@@ -283,7 +283,7 @@ def test_twenty_optimizers_leave_nothing_behind():
 @pytest.mark.parametrize("wrapped", [False, True], ids=["door1", "door2"])
 def test_a_thousand_steps_leave_nothing_behind(wrapped):
     """Case R-10: device bytes after step 1000 are those after step 200, host bytes within 1 %."""
-    from test_adamw_contract import resident_bytes
+    from memory_use import resident_bytes
 
     model = Model(width=128).cuda().to(torch.bfloat16)
     if wrapped:

@@ -215,7 +215,7 @@ def test_saving_does_not_grow():
     """Case R-09: resident memory after 20 saves."""
     import io
 
-    from test_adamw_contract import resident_bytes
+    from memory_use import resident_bytes
 
     p = torch.nn.Parameter(torch.ones(1 << 18))
     optimizer = orlop.AdamW([p])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import gc
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
+from memory_use import allocated, resident_bytes  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
 
 STEPS = 8
@@ -405,7 +404,6 @@ def test_two_wrapped_models_in_turn():
 
 def test_twenty_wrapped_models_leave_nothing_behind():
     """Case R-10."""
-    from test_adamw_contract import resident_bytes
 
     after = []
     for _ in range(20):
@@ -514,21 +512,6 @@ def test_blocks_under_torch_compile(when):
     torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
     assert stream_of(model).peak_blocks <= 2
     assert stream_of(model).resident_blocks() == []
-
-
-def allocated():
-    """Bytes of the C heap in use, objects of Python's own allocator, tensors that Python holds."""
-
-    class Mallinfo2(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_size_t) for name in ("arena ordblks smblks hblks hblkhd usmblks fsmblks "
-                                                         "uordblks fordblks keepcost").split()]  # fmt: skip
-
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = Mallinfo2
-    gc.collect()
-    info = mallinfo2()
-    tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-    return info.uordblks + info.hblkhd, sys.getallocatedblocks(), tensors
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["door1", "door2"])

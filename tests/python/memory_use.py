@@ -1,0 +1,32 @@
+"""What this process holds, for tests of what is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena ordblks smblks hblks hblkhd usmblks fsmblks "
+                                                     "uordblks fordblks keepcost").split()]  # fmt: skip
+
+
+def allocated() -> tuple[int, int, int]:
+    """Bytes of the C heap in use, objects of Python's own allocator, tensors that Python holds."""
+    import torch
+
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    gc.collect()
+    info = mallinfo2()
+    tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    return info.uordblks + info.hblkhd, sys.getallocatedblocks(), tensors
+
+
+def resident_bytes() -> int:
+    """Of the whole process. Moves up and down by some 10 MiB with what allocators keep for later."""
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
