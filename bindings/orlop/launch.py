@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .errors import CommunicatorError, UsageError
 
@@ -80,9 +80,11 @@ def _arriving_signals() -> Iterator[Callable[[float | None], bytes]]:
         writer.close()
 
 
-def _listen_on_this_machine() -> socket.socket:
-    reason: OSError | None = None
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+def listen_at_first(addresses: Iterable[tuple[int, str]]) -> socket.socket:
+    """A socket that listens at the first of (family, address) where one can, at a port that is free. Raises the last
+    OSError where none can."""
+    reason = OSError("no way leads there")
+    for family, address in addresses:
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.bind((address, 0))
@@ -90,7 +92,14 @@ def _listen_on_this_machine() -> socket.socket:
             return listener
         except OSError as error:
             reason = error
-    raise CommunicatorError(f"the ranks cannot meet on this machine: {reason}")
+    raise reason
+
+
+def _listen_on_this_machine() -> socket.socket:
+    try:
+        return listen_at_first(((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")))
+    except OSError as reason:
+        raise CommunicatorError(f"the ranks cannot meet on this machine: {reason}") from None
 
 
 def place_of(listener: socket.socket) -> str:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from .errors import CommunicatorError, UsageError
-from .launch import place_of
+from .launch import listen_at_first, place_of
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # With these the ranks meet by MPI, unless torchrun's agent stands between.
@@ -102,16 +102,10 @@ def _listen() -> socket.socket:
             for family, address in own + _own_addresses(_ELSEWHERE)
             if not ipaddress.ip_address(address.partition("%")[0]).is_loopback
         ]
-    reason: object = "no way leads there"
-    for family, address in own:
-        try:
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.bind((address, 0))
-            listener.listen(socket.SOMAXCONN)
-            return listener
-        except OSError as error:
-            reason = error
-    raise CommunicatorError(
-        f"rank 0 has no address on the way to MASTER_ADDR '{host}' where the other ranks could reach it "
-        f"({reason}); set ORLOP_RENDEZVOUS=host:port to one"
-    )
+    try:
+        return listen_at_first(own)
+    except OSError as reason:
+        raise CommunicatorError(
+            f"rank 0 has no address on the way to MASTER_ADDR '{host}' where the other ranks could reach it "
+            f"({reason}); set ORLOP_RENDEZVOUS=host:port to one"
+        ) from None

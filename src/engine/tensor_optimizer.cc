@@ -1,7 +1,5 @@
 #include "orlop/tensor_optimizer.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <deque>
@@ -10,6 +8,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "base/owner_process.h"
 #include "cpu_adam/adam.h"
 #include "engine/tensor_store.h"
 #include "optim/optimizer_queue.h"
@@ -34,18 +33,12 @@ void wait_for(const Fence& fence, const std::string& name) {
 class TensorOptimizer::Impl {
  public:
   explicit Impl(int threads)
-      : owner_(::getpid()),
-        threads_(threads == 0 ? default_threads() : threads),
-        queue_({}, threads_, nullptr) {}
+      : threads_(threads == 0 ? default_threads() : threads), queue_({}, threads_, nullptr) {}
 
-  bool in_owner() const { return ::getpid() == owner_; }
+  bool in_owner() const { return owner_.is_this(); }
 
   // Every call passes here.
-  void check_owner() const {
-    check(in_owner(), ErrorCode::kUsage,
-          "this optimizer belongs to process {} and was inherited by a fork; use it there only",
-          owner_);
-  }
+  void check_owner() const { owner_.check_this("optimizer"); }
 
   TensorStore& store() { return store_; }
   int threads() const { return threads_; }
@@ -191,7 +184,7 @@ class TensorOptimizer::Impl {
     return version_;
   }
 
-  pid_t owner_;
+  OwnerProcess owner_;
   int threads_;
   TensorStore store_;
   std::vector<uint32_t> submitted_;  // the newest version submitted for each tensor

@@ -25,6 +25,18 @@ def allocated() -> tuple[int, int, int]:
     return info.uordblks + info.hblkhd, sys.getallocatedblocks(), tensors
 
 
+def arena_bytes() -> int:
+    """Mappings that are kept out of core dumps, which host arenas are."""
+    total = size = 0
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if line.startswith("Size:"):
+                size = int(line.split()[1]) << 10
+            elif line.startswith("VmFlags:") and "dd" in line.split():
+                total += size
+    return total
+
+
 def resident_bytes() -> int:
     """Of the whole process. Moves up and down by some 10 MiB with what allocators keep for later."""
     gc.collect()

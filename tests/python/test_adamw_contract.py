@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from memory_use import allocated, resident_bytes  # noqa: E402
+from memory_use import allocated, arena_bytes, resident_bytes  # noqa: E402
 
 GRADIENTS = pytest.mark.parametrize("gradients", ["stay", "leave"])
 
@@ -638,13 +638,14 @@ def test_frozen_weights_cost_nothing():
 
 @pytest.mark.parametrize("end", ["close", "collected", "refused"])
 def test_twenty_optimizers_leave_nothing_behind(end):
-    """Case R-10: memory and threads after round 20 are those after round 2: what the allocators have handed out, and
-    the resident set, whose noise is less than the states of one of these optimizers."""
+    """Case R-10: memory and threads after round 20 are those after round 2, as arenas and allocators count them."""
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     bad = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
     after = []
     for _ in range(20):
+        before = arena_bytes()
         optimizer = orlop.AdamW(model.parameters(), module=model)
+        assert arena_bytes() > before, "what is counted below"
         for _ in range(2):
             model(torch.ones(1, 512)).sum().backward()
             optimizer.step()
@@ -655,9 +656,9 @@ def test_twenty_optimizers_leave_nothing_behind(end):
         if end == "close":
             optimizer.close()
         del optimizer
-        after.append((resident_bytes(), len(os.listdir("/proc/self/task")), *allocated()))
-    (resident, threads, heap, blocks, tensors), last = after[1], after[-1]
-    assert last[0] <= resident + 12 * sum(p.numel() for p in model.parameters()), after
+        after.append((arena_bytes(), len(os.listdir("/proc/self/task")), *allocated()))
+    (arenas, threads, heap, blocks, tensors), last = after[1], after[-1]
+    assert last[0] <= arenas, after
     assert last[1] <= threads
     assert last[2] <= heap + (64 << 10), after
     assert last[3] <= blocks + 400 and last[4] == tensors, after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 
@@ -12,6 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
+import test_placement  # noqa: E402
 from test_placement import assert_equal, bits, on_device  # noqa: E402
 
 pytestmark = [
@@ -23,20 +25,7 @@ WIDTH, BLOCKS = 512, 6
 STEPS = 20
 
 
-class Model(torch.nn.Module):
-    def __init__(self, dtype, width=WIDTH, blocks=BLOCKS):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inp = torch.nn.Linear(8, width)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(blocks))
-        self.out = torch.nn.Linear(width, 4)
-        self.to(dtype)
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x)) + x
-        return self.out(x)
+Model = functools.partial(test_placement.Model, width=WIDTH, blocks=BLOCKS)
 
 
 @pytest.fixture(autouse=True)

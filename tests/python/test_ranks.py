@@ -297,7 +297,8 @@ if sys.argv[1:] == ["torch"]:
 
     torch.distributed.init_process_group("gloo")
 ranks = orlop.Ranks()
-print("heard", ranks.rank, ranks.world_size, ranks.from_first(f"from {ranks.rank}"))
+told = ranks.from_first(f"from {ranks.rank}")
+print(f"heard {ranks.rank} {ranks.world_size} {told}")  # in one piece, beside the other rank's
 if sys.argv[1:] == ["torch"]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -11,6 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
+import test_placement  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
 
 pytestmark = [
@@ -19,20 +21,7 @@ pytestmark = [
 ]
 
 
-class Model(torch.nn.Module):
-    def __init__(self, blocks=6, width=1024, dtype=torch.bfloat16):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inp = torch.nn.Linear(8, width)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(blocks))
-        self.out = torch.nn.Linear(width, 4)
-        self.to(dtype)
-
-    def forward(self, x):
-        x = self.inp(x)
-        for block in self.blocks:
-            x = torch.tanh(block(x)) + x
-        return self.out(x)
+Model = functools.partial(test_placement.Model, dtype=torch.bfloat16, width=1024, blocks=6)
 
 
 @pytest.fixture(autouse=True)
