@@ -13,7 +13,8 @@ class DeviceRoom:
 
     def __init__(self, device: torch.device, limit: int | None = None):
         self._device, self._limit = device, limit
-        self._peak = 0  # bytes of torch's tensors at their highest, without what was taken here
+        self._highest = 0  # bytes of torch's tensors at their highest, when last looked at
+        self._peak = 0  # the same without what was taken here then
         self._taken = 0
 
     def left(self) -> int:
@@ -35,8 +36,12 @@ class DeviceRoom:
         self._taken = 0
 
     def _needed(self) -> int:
-        # What was taken may or may not be part of the highest use: the largest seen without it counts.
-        self._peak = max(self._peak, self._highest_use() - self._taken)
+        # What was taken may or may not be part of the highest use: the largest seen without it counts. A use that
+        # was seen before had other bytes taken beside it, so only a higher one tells something new.
+        highest = self._highest_use()
+        if highest > self._highest:
+            self._highest = highest
+            self._peak = max(self._peak, highest - self._taken)
         return self._peak
 
     def _highest_use(self) -> int:

@@ -113,6 +113,9 @@ def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
     highest = 22 * gib
     assert not room.take(gib + 1)
     assert room.take(gib)
+    room.give(4 * gib)  # the highest use had them beside it
+    assert not room.take(4 * gib + 1)
+    assert room.take(4 * gib)
     room.clear()
     highest = 22 * gib
     assert not DeviceRoom(torch.device("cuda"), 1 << 50).take(32 * gib - 2 * gib - gib - 22 * gib + 1)

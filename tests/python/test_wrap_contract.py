@@ -1,4 +1,7 @@
-"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits, writes inside a forward, new parameters."""
+"""orlop.wrap at the edges: shared storage, overflows, resume in 16 bits, writes inside a forward, new parameters.
+
+On a GPU with ORLOP_TEST_DEVICE=cuda.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from test_wrap import Model, batch, plain, streamed, train, weights  # noqa: E402
+from test_wrap import DEVICE, Model, batch, plain, streamed, train, weights  # noqa: E402
+
+pytestmark = pytest.mark.any_device
 
 
 # --- shared storage -----------------------------------------------------------------------------
@@ -21,7 +26,7 @@ def share_whole(model):
 
 
 def share_slice(model):
-    both = torch.randn(24, 24)
+    both = torch.randn(24, 24, device=DEVICE)
     model.blocks[0].weight.data, model.blocks[4].bias.data = both, both[5]
     return "blocks.0.weight", "blocks.4.bias"
 
@@ -42,7 +47,7 @@ def test_two_parameters_over_one_storage_are_refused(share, optimizer):
     with pytest.raises(orlop.UsageError, match=rf"({one} and {other}|{other} and {one}) share memory"):
         orlop.wrap(model, optimizer)
     assert [type(p) for p in model.parameters()] == kinds
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     model(batch(0)).sum().backward()
 
 
@@ -62,7 +67,7 @@ def test_overflow_in_a_block_halves_the_scale():
 
     def run(make):
         model, optimizer = make(Model())
-        scaler = orlop.GradScaler("cpu", init_scale=2.0**16)
+        scaler = orlop.GradScaler(DEVICE, init_scale=2.0**16)
         scaled_steps(model, optimizer, scaler, range(2))
         handle = model.blocks[2].weight.register_hook(lambda g: g * torch.inf)
         scaled_steps(model, optimizer, scaler, range(2, 3))
@@ -80,7 +85,7 @@ def test_overflow_in_a_block_halves_the_scale():
 def test_overflow_at_the_floor_names_the_parameter_of_a_block(bad):
     """Case N-07: weights that are away are looked at where they are."""
     model, optimizer = streamed(Model())
-    scaler = orlop.GradScaler("cpu", init_scale=2.0, max_failures=3)
+    scaler = orlop.GradScaler(DEVICE, init_scale=2.0, max_failures=3)
     if bad == "weight":
         with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
             model.blocks[2].weight[3, 4] = torch.nan
@@ -149,7 +154,7 @@ def test_edit_after_a_resume_is_the_master():
     model.load_state_dict(saved[0])
     with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
         model.blocks[2].weight.fill_(0.0)
-    assert torch.equal(optimizer.master(model.blocks[2].weight), torch.zeros(24, 24))
+    assert torch.equal(optimizer.master(model.blocks[2].weight).cpu(), torch.zeros(24, 24))
 
 
 # --- writes inside a forward --------------------------------------------------------------------
@@ -168,7 +173,7 @@ class ClampedModel(Model):
     def __init__(self, dtype):
         super().__init__(dtype=dtype)
         self.blocks[1] = Clamped(24, 24)
-        self.to(dtype)
+        self.to(DEVICE, dtype)
 
 
 def halve(module, _):
@@ -201,13 +206,13 @@ def test_write_inside_a_forward_is_the_master_in_bf16():
     before = weights(model)["blocks.1.weight"]
     model(batch(3, torch.bfloat16)).float().square().mean().backward()
     assert torch.equal(weights(model)["blocks.1.weight"], 0.5 * before)
-    assert torch.equal(optimizer.master(model.blocks[1].weight), 0.5 * before.float())
+    assert torch.equal(optimizer.master(model.blocks[1].weight).cpu(), 0.5 * before.float())
 
 
 def test_write_inside_an_evaluation_stays():
     model, _ = orlop.wrap(Model())
     model.blocks[1].register_forward_pre_hook(halve)
-    expected = Model().blocks[1].weight * 0.25
+    expected = weights(Model())["blocks.1.weight"] * 0.25
     with torch.no_grad():
         model(batch(0))
         model(batch(0))
@@ -230,8 +235,9 @@ def test_step_inside_gathered_is_not_undone():
 
 
 def test_write_to_a_copy_that_a_step_has_passed_by_is_refused():
-    """Case B-09: a block that stays has its old weights until somebody waits for the new ones."""
-    model, optimizer = orlop.wrap(Model(), {"lr": 1e-2}, {"limits": {"gpu": 1 << 30}})
+    """Case B-09: a block that stays, with its states in host memory, has its old weights until somebody waits for
+    the new ones."""
+    model, optimizer = orlop.wrap(Model(), {"lr": 1e-2, "states": "host"}, {"limits": {"gpu": 1 << 30}})
     train(model, optimizer, 2)
     with torch.no_grad():
         model.blocks[2].weight.mul_(0.5)
@@ -251,14 +257,14 @@ def test_write_to_a_copy_that_a_step_has_passed_by_is_refused():
 def replaced_table(model):
     """As a resize of the embeddings does: a larger weight in the place of the old one, whose rows it has."""
     old = model.inp
-    model.inp = torch.nn.Linear(8, 24)
+    model.inp = torch.nn.Linear(8, 24).to(DEVICE)
     with torch.no_grad():
         model.inp.weight.copy_(old.weight)
     return ["inp.weight", "inp.bias"]
 
 
 def replaced_in_block(model):
-    model.blocks[2].weight = torch.nn.Parameter(torch.eye(24))
+    model.blocks[2].weight = torch.nn.Parameter(torch.eye(24, device=DEVICE))
     return ["blocks.2.weight"]
 
 
