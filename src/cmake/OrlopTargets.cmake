@@ -19,13 +19,16 @@ if(ORLOP_SANITIZE)
   target_link_options(orlop_requirements INTERFACE -fsanitize=${ORLOP_SANITIZE})
 endif()
 
-# One static library per folder, named after it.
+# One static library per folder, named after it. PRECOMPILE: it has enough files for a precompiled header to pay.
 function(orlop_library name)
-  cmake_parse_arguments(arg "" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
+  cmake_parse_arguments(arg "PRECOMPILE" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
   add_library(${name} STATIC ${arg_SOURCES})
   set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(${name} PUBLIC orlop_requirements ${arg_DEPENDS}
                         PRIVATE ${arg_PRIVATE_DEPENDS})
+  if(arg_PRECOMPILE AND ORLOP_PRECOMPILE)
+    target_precompile_headers(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/src/base/prelude.h>")
+  endif()
 endfunction()
 
 # Marks a target that computes. Sanitized builds optimise nothing else: compiling is the larger part of
@@ -33,6 +36,13 @@ endfunction()
 function(orlop_computes name)
   if(ORLOP_SANITIZE)
     target_compile_options(${name} PRIVATE -O1)
+  endif()
+endfunction()
+
+# Marks a target that only tests: what it calls is optimised as ever, itself little.
+function(orlop_compile_cheaply name)
+  if(NOT ORLOP_SANITIZE AND CMAKE_BUILD_TYPE STREQUAL RelWithDebInfo)
+    target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
   endif()
 endfunction()
 
@@ -46,6 +56,7 @@ function(orlop_test name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS} GTest::gmock
                         GTest::gtest_main)
+  orlop_compile_cheaply(${name})
   # What is precompiled without OpenMP serves no file with it.
   if(TARGET orlop_test_prelude AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_DEPENDS)
     target_precompile_headers(${name} REUSE_FROM orlop_test_prelude)

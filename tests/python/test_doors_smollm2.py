@@ -1,8 +1,12 @@
-"""SmolLM2-135M, real weights and text, through each PyTorch door: 50 losses within 1 % of plain PyTorch."""
+"""SmolLM2-135M, real weights and text, through each PyTorch door: 50 losses within 1 % of plain PyTorch.
+
+On the host the first 16 of them: two seconds a step, four runs. ORLOP_TEST_STEPS=50 is for all there, too.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 import orlop  # noqa: E402
 from orlop import deepspeed_compat, demo  # noqa: E402
 
-STEPS = 50
+STEPS = {"cpu": int(os.environ.get("ORLOP_TEST_STEPS", "16")), "cuda": 50}
 LENGTH = {"cpu": 16, "cuda": 512}  # tokens of a step
 HYPER = {"lr": 2e-5, "weight_decay": 0.1}
 
@@ -53,7 +57,7 @@ def load(folder, device):
 
 def batches(tokens, device):
     length = LENGTH[device]
-    starts = [step * length % (len(tokens) - length) for step in range(STEPS)]
+    starts = [step * length % (len(tokens) - length) for step in range(STEPS[device])]
     return [tokens[start : start + length][None].to(device) for start in starts]
 
 
@@ -90,7 +94,7 @@ def expected(folder, tokens):
 
 def check(losses, expected):
     assert max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)) <= 0.01
-    assert losses != [losses[0]] * STEPS
+    assert len(set(losses)) > 1
 
 
 @needs_weights

@@ -5,20 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <filesystem>
 #include <fstream>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
+#include <nlohmann/json.hpp>
 #include <random>
-#include <span>
-#include <string>
-#include <thread>
-#include <vector>
 
-#include "base/check.h"
+#include "base/prelude.h"
