@@ -60,6 +60,7 @@ function(orlop_test name)
   # What is precompiled without OpenMP serves no file with it.
   if(TARGET orlop_test_prelude AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_DEPENDS)
     target_precompile_headers(${name} REUSE_FROM orlop_test_prelude)
+    target_link_libraries(${name} PRIVATE fmt::fmt)
   endif()
   add_test(NAME ${name} COMMAND ${name})
   if(NOT arg_TIMEOUT)
