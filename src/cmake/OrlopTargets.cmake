@@ -39,9 +39,9 @@ function(orlop_computes name)
   endif()
 endfunction()
 
-# Marks a target that only tests: what it calls is optimised as ever, itself little.
+# Marks a target that only tests or binds: what it calls is optimised as ever, itself little.
 function(orlop_compile_cheaply name)
-  if(NOT ORLOP_SANITIZE AND CMAKE_BUILD_TYPE STREQUAL RelWithDebInfo)
+  if(NOT ORLOP_SANITIZE AND CMAKE_BUILD_TYPE STREQUAL RelWithDebInfo AND ORLOP_PRECOMPILE)
     target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
   endif()
 endfunction()
