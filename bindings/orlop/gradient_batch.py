@@ -26,11 +26,12 @@ def take(slots: list) -> None:
                 slot.sum = make_sum(slot)
             if slot.count == 1 and slot.has_left:
                 slot.sum.start()
+            slot.has_left = False
             if slot.sum.on_device:
                 added.append((slot, grad))
             else:
-                slot.sum.add(grad)
-            slot.has_left = False
+                slot.has_left = slot.count + 1 == slot.expected
+                slot.sum.add(grad, slot.has_left)
         elif slot.expected > 1 and slot.sum is not None and slot.sum.on_device:
             begun.append((slot, grad))
             slot.has_left = False
@@ -38,6 +39,9 @@ def take(slots: list) -> None:
             first.append((slot, grad))
         slot.count += 1
     keep(first)
+    for slot, _ in first:
+        if slot.sum is not None:
+            slot.sum.took_first(slot.expected > 1)
     DeviceSum.start_all(begun)
     DeviceSum.add_all(added)
     settle([slot for slot in taken if slot.count == slot.expected])
