@@ -12,6 +12,7 @@ namespace {
 
 using test::small_input;
 using testing::HasSubstr;
+using testing::Not;
 
 constexpr size_t kPlenty = size_t{1} << 30;
 
@@ -66,6 +67,9 @@ TEST(PlacementPlan, RefusalNamesNeedBudgetAndShortage) {
     EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
     EXPECT_THAT(error.what(), HasSubstr(std::to_string(least)));
     EXPECT_THAT(error.what(), HasSubstr("short by 1 B"));
+    EXPECT_THAT(error.what(), HasSubstr("of it gradients, fp32 "));
+    EXPECT_THAT(error.what(), HasSubstr("of it block workspace "));
+    EXPECT_THAT(error.what(), Not(HasSubstr("masters and moments"))) << "of the host alone";
   }
   EXPECT_NO_THROW(make_placement(input, {least, kPlenty}, {}, profile()));
 }
@@ -165,6 +169,58 @@ TEST(PlacementPlan, HostMemoryIsUsedToItsLastChunk) {
   EXPECT_GE(split, 3);
 }
 
+size_t slot_bytes(const PlannedStep& planned) {
+  size_t bytes = 0;
+  for (const int slot : planned.train.swap_slots)
+    bytes += planned.train.buffers[static_cast<size_t>(slot)].bytes;
+  return bytes;
+}
+
+// What states pass through on their way is small beside what stays, for models and budgets of every
+// size, and whether the planner chose what goes to the drives or was told.
+TEST(PlacementPlan, SwapSlotsTakeAQuarterOfHostMemoryAtMost) {
+  for (const int64_t larger : {1, 1024}) {
+    PlanInput input = large_input();
+    for (FlatParamLayout& flat : input.layout.flat_params) flat.numel *= larger;
+    const size_t states = host_states(input);
+    PlacementConfig told;
+    told.nvme_optimizer_share = told.nvme_param_share = 1;
+    for (const PlacementConfig& wanted : {PlacementConfig{}, told}) {
+      for (const size_t percent : {100u, 60u, 40u, 30u}) {
+        const Budgets budgets{states, states * percent / 100, 2 * states};
+        const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+        EXPECT_LE(std::max(planned.train.host_bytes, planned.eval.host_bytes), budgets.host_bytes);
+        EXPECT_GT(slot_bytes(planned), 0u) << percent << " %";
+        EXPECT_LE(slot_bytes(planned), budgets.host_bytes / 4)
+            << percent << " % of " << states << " B of states";
+        EXPECT_LE(planned.train.ops.size(), 100'000u) << "the plan stays small";
+      }
+    }
+  }
+}
+
+// What is told to be on the drives passes through smaller slots where host memory is short; one
+// byte less than that needs is refused, and the refusal says so.
+TEST(PlacementPlan, SlotsShrinkAsFarAsTheyMustForWhatIsTold) {
+  const PlanInput input = large_input();
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = 1;
+  Budgets budgets{size_t{4} << 30, 0, size_t{4} << 30};
+  size_t need = 0;
+  try {
+    make_placement(input, budgets, wanted, profile());
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    need = std::stoull(text.substr(text.find('(', text.find("host: needs at least")) + 1));
+  }
+  ASSERT_GT(need, 0u);
+  budgets.host_bytes = need;
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  EXPECT_LE(std::max(planned.train.host_bytes, planned.eval.host_bytes), need);
+  budgets.host_bytes = need - 1;
+  EXPECT_THROW(make_placement(input, budgets, wanted, profile()), Error);
+}
+
 TEST(PlacementPlan, WantedSharesAreThoseOfEveryBlock) {
   const PlanInput input = large_input();
   PlacementConfig wanted;
@@ -260,7 +316,10 @@ TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
     EXPECT_THAT(error.what(), HasSubstr("host: needs at least"));
+    EXPECT_THAT(error.what(), HasSubstr("of it gradients, waiting for the norm "));
+    EXPECT_THAT(error.what(), HasSubstr("of it states, between drive and update "));
     EXPECT_THAT(error.what(), HasSubstr("nvme: needs at least"));
+    EXPECT_THAT(error.what(), HasSubstr("of it masters and moments "));
   }
 }
 
