@@ -21,6 +21,7 @@ namespace orlop::test {
 namespace {
 
 constexpr int64_t kSteps = 6;
+constexpr int64_t kSavedStep = 4;
 // From here on the update of a step runs beside the forward pass of the next.
 constexpr int kThreadsThatOverlap = 5;
 
@@ -77,21 +78,29 @@ class Delays : public ::testing::TestWithParam<Case> {
     return config;
   }
 
-  // A save in the background after every second step reads what the next updates want to write.
+  std::string model() const { return (folder_ / "model").string(); }
+  std::string run_dir() const { return (folder_ / "run").string(); }
+
+  // A save in the background reads what the next updates want to write.
   RunRecord run_steps(const EngineConfig& config) const {
-    const auto engine = Engine::open((folder_ / "model").string(), config);
+    const auto engine = Engine::open(model(), config);
     RunRecord record;
     for (int64_t step = 1; step <= kSteps; ++step) {
       const StepResult result = engine->step(batches_of_step(config, 61, step));
       record.losses.push_back(result.loss);
       record.norms.push_back(result.grad_norm);
       record.skipped.push_back(result.skipped);
-      if (step % 2 == 0) {
-        engine->save_checkpoint((folder_ / "run").string(), "", 1, SaveMode::kBackground);
-      }
+      if (step == kSavedStep) engine->save_checkpoint(run_dir(), "", 1, SaveMode::kBackground);
     }
     record.states = read_states(*engine);
     return record;
+  }
+
+  // What the save has written goes on as the run that it was taken from.
+  States states_from_the_save() const {
+    const auto engine = Engine::open(model(), config_);
+    engine->load_checkpoint(Engine::latest_checkpoint(run_dir()));
+    return run(*engine, {.from = kSavedStep + 1, .until = kSteps}).states;
   }
 
   TempFolder folder_;
@@ -100,10 +109,13 @@ class Delays : public ::testing::TestWithParam<Case> {
 
 TEST_P(Delays, OfEveryQueueChangeNoBit) {
   const RunRecord expected = run_steps(config_);
-  for (const uint64_t seed : {1, 2, 3}) {
-    const DelayedQueues queues(seed);
-    const LateDrives drives(seed);
-    EXPECT_TRUE(same_bits(expected, run_steps(overlapping()))) << "seed " << seed;
+  for (const uint64_t seed : {1, 2}) {
+    {
+      const DelayedQueues queues(seed);
+      const LateDrives drives(seed);
+      EXPECT_TRUE(same_bits(expected, run_steps(overlapping()))) << "seed " << seed;
+    }
+    EXPECT_TRUE(same_states(expected.states, states_from_the_save())) << "seed " << seed;
   }
 }
 
