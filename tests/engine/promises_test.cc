@@ -4,7 +4,9 @@
 #include <malloc.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <sstream>
 #include <string>
@@ -37,19 +39,22 @@ std::ostream& operator<<(std::ostream& out, const RunKind& kind) {
 struct MeasuredPeak {
   double peak = 0;
   double planned = 0;
+  double read = 0;  // from files while opening; of memory-ranks alone
 };
 
-// Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
+// Peak resident bytes of a process that opens the model and trains two steps, as train_worker says
+// under `mode`.
 MeasuredPeak measure(const std::string& mode, const std::string& model,
                      const std::vector<std::string>& how) {
-  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model, model + "/run"};
+  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model};
+  if (mode != "memory-ranks") command.push_back(model + "/run");
   command.insert(command.end(), how.begin(), how.end());
   ChildProcess worker(command);
   const std::string line = worker.read_line().value_or("");
   EXPECT_EQ(worker.wait(), 0);
   MeasuredPeak measured;
   std::string word;
-  std::istringstream(line) >> word >> measured.peak >> measured.planned;
+  std::istringstream(line) >> word >> measured.peak >> measured.planned >> measured.read;
   EXPECT_EQ(word, "peak") << line;
   return measured;
 }
@@ -90,6 +95,32 @@ INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                          ::testing::Values(RunKind{0, 1}, RunKind{5, 1}, RunKind{0, 0},
                                            RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
                                            RunKind{-1, 0}, RunKind{-2, 1}));
+
+// Ranks of one machine hold every state once between them, each its part, also while they read the
+// weights: no rank has the whole model in memory at any moment, and each byte of the file is read
+// once.
+TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
+  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 512;
+  shape.intermediate = 1408;
+  shape.heads = 8;
+  write_tiny_model(folder / "large", TinyFamily::kLlama, shape);
+  write_tiny_model(folder / "tiny", TinyFamily::kLlama);
+  const auto file =
+      static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors"));
+  for (const char* const ranks : {"1", "3"}) {
+    const MeasuredPeak large = measure("memory-ranks", (folder / "large").string(), {ranks});
+    const MeasuredPeak tiny = measure("memory-ranks", (folder / "tiny").string(), {ranks});
+    const double taken = large.peak - tiny.peak;
+    std::printf("%s ranks: %.1f MiB planned, %.1f MiB taken; %.3f of the file read\n", ranks,
+                large.planned / 1048576, taken / 1048576, large.read / file);
+    EXPECT_NEAR(taken, large.planned, 0.05 * large.planned) << ranks << " ranks";
+    EXPECT_GE(large.read, file);
+    EXPECT_LE(large.read, 1.02 * file) << ranks << " ranks";
+  }
+}
 
 // As SmolLM2-135M, where the tied embedding is a fifth of all parameters.
 TinyShape smollm2_shape() {
