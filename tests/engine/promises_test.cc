@@ -2,18 +2,24 @@
 
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "engine/backend_factory.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/support/engine_run.h"
@@ -148,6 +154,106 @@ TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesI
   RecordProperty("planned_mib", std::to_string(demo.planned / 1048576));
   RecordProperty("taken_mib", std::to_string(taken / 1048576));
   EXPECT_NEAR(taken, demo.planned, 0.05 * demo.planned);
+}
+
+// A control group of its own with a limit of memory, removed at the end.
+class MemoryGroup {
+ public:
+  explicit MemoryGroup(size_t limit_bytes) {
+    namespace fs = std::filesystem;
+    const bool is_version_2 = fs::exists("/sys/fs/cgroup/cgroup.controllers");
+    const fs::path parent = is_version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    std::error_code error;
+    const fs::path made = parent / ("orlop-test-" + std::to_string(::getpid()));
+    if (!fs::exists(parent) || !fs::create_directory(made, error)) return;
+    path_ = made;
+    std::ofstream limit(made / (is_version_2 ? "memory.max" : "memory.limit_in_bytes"));
+    limit << limit_bytes << std::flush;
+    works_ = limit.good();
+  }
+  ~MemoryGroup() {
+    std::error_code ignored;
+    if (!path_.empty()) std::filesystem::remove(path_, ignored);
+  }
+  MemoryGroup(const MemoryGroup&) = delete;
+  MemoryGroup& operator=(const MemoryGroup&) = delete;
+
+  bool works() const { return works_; }
+  // `command` as a process of the group, what it says of errors on its output.
+  std::vector<std::string> run_inside(const std::string& command) const {
+    return {"/bin/sh", "-c",
+            "echo $$ > " + (path_ / "cgroup.procs").string() + " && exec " + command + " 2>&1"};
+  }
+
+ private:
+  std::filesystem::path path_;
+  bool works_ = false;
+};
+
+// A container with less memory than the states take: the process ends with the numbers and what to
+// do, before it has taken any of it, and is not killed.
+TEST(MemoryOfAControlGroup, IsTheBudgetAndTooLittleOfItIsOneError) {
+  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  const MemoryGroup group(128 << 20);
+  if (!group.works()) GTEST_SKIP() << "this machine does not let tests make control groups";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 1024;
+  shape.intermediate = 2816;
+  shape.vocab = 3000;
+  spill(folder / "config.json", tiny_config(TinyFamily::kLlama, shape));
+  const std::string model = folder.path().string();
+  ChildProcess worker(group.run_inside(std::string(ORLOP_TRAIN_WORKER) + " memory " + model + " " +
+                                       model + "/run 0 1"));
+  std::string said;
+  while (const std::optional<std::string> line = worker.read_line()) said += *line + "\n";
+  EXPECT_EQ(worker.wait(), 1) << said;
+  for (const char* part :
+       {"the training step does not fit", "host: needs at least", "short by",
+        "of it masters and moments", "of it gradients, waiting for the norm",
+        "raise the host budget to that, give directories on drives with --nvme"}) {
+    EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
+  }
+}
+
+// The host's memory as a device whose driver pins no memory.
+class BackendThatPinsNothing final : public Backend {
+ public:
+  explicit BackendThatPinsNothing(std::unique_ptr<Backend> inner) : inner_(std::move(inner)) {}
+
+  DeviceInfo info() const override {
+    DeviceInfo info = inner_->info();
+    info.is_host = false;
+    return info;
+  }
+  Queue& queue(QueueKind kind) override { return inner_->queue(kind); }
+  std::unique_ptr<Event> make_event() override { return inner_->make_event(); }
+  Ops& ops() override { return inner_->ops(); }
+  void* allocate_arena(size_t bytes) override { return inner_->allocate_arena(bytes); }
+  void register_host_memory(void*, size_t bytes) override {
+    throw Error(ErrorCode::kOutOfMemory, std::to_string(bytes) + " B refused");
+  }
+  void synchronize() override { inner_->synchronize(); }
+
+ private:
+  std::unique_ptr<Backend> inner_;
+};
+
+// Pageable memory would do at half the speed: no engine opens with it and leaves its user to
+// wonder.
+TEST(PinnedHostMemory, ThatIsRefusedIsAnErrorAndNotReplaced) {
+  if (test_device() != "host") GTEST_SKIP() << "drivers pin as much as they like";
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kLlama);
+  const EngineConfig config = tiny_engine_config(Precision::kBF16);
+  decorate_backends([](std::unique_ptr<Backend> backend) {
+    return std::make_unique<BackendThatPinsNothing>(std::move(backend));
+  });
+  const std::string text =
+      error_of(ErrorCode::kOutOfMemory, [&] { Engine::open(folder.path().string(), config); });
+  decorate_backends(nullptr);
+  EXPECT_NE(text.find(" B refused"), std::string::npos) << text;
+  EXPECT_NO_THROW(Engine::open(folder.path().string(), config));
 }
 
 // Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.
