@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "nvme/io_backend.h"
+#include "orlop/drives.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/nvme/faulty_backend.h"
@@ -202,6 +204,40 @@ TEST_F(SwapFaults, ARemovedDirectoryDoesNotDisturbTheRun) {
   run(*engine, {.until = 2});
   fs::remove_all(folder_ / "swap");
   EXPECT_TRUE(same_states(expected_.states, run(*engine, {.from = 3, .until = kLast}).states));
+}
+
+// Where the page cache cannot be passed by, or a layer lies between: the same bits, and one line
+// that says so. ext4 has no direct I/O while it journals data.
+TEST_F(SwapFaults, EveryFileSystemGivesTheSameBits) {
+  struct Place {
+    const char* name;
+    nvme::Mount mount;
+    bool may_be_direct;
+  };
+  std::vector<Place> places;
+  places.push_back({"tmpfs", nvme::Mount::tmpfs(8), false});
+  places.push_back({"overlay", nvme::Mount::overlay(), true});
+  places.push_back({"ext4", nvme::Mount::ext4(32, 512, "data=journal"), false});
+  for (const Place& place : places) {
+    ORLOP_SKIP_UNLESS_MOUNTED(place.mount);
+    const DriveReport report = report_drive(place.mount.path());
+    EXPECT_EQ(report.file_system, place.name);
+    EXPECT_TRUE(place.may_be_direct || !report.direct) << place.name;
+    config_.nvme.paths = {place.mount.path() + "/swap"};
+    for (const std::string engine : {"io_uring", "threads"}) {
+      if (engine == "io_uring" && report_io().engine != engine) continue;
+      config_.nvme.engine = engine;
+      testing::internal::CaptureStderr();
+      const RunRecord found = run(*open(), {.until = kLast});
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_TRUE(same_bits(expected_, found)) << place.name << " through " << engine;
+      if (report.direct) continue;
+      EXPECT_THAT(said, testing::AnyOf(HasSubstr("lives in memory: swapping there uses RAM"),
+                                       HasSubstr("go through the page cache: ext4 has no direct")))
+          << place.name;
+      EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+    }
+  }
 }
 
 TEST_F(SwapFaults, AFullDriveIsFoundAtTheStartWithTheBytesMissing) {
