@@ -109,7 +109,7 @@ class Delays : public ::testing::TestWithParam<Case> {
 
 TEST_P(Delays, OfEveryQueueChangeNoBit) {
   const RunRecord expected = run_steps(config_);
-  for (const uint64_t seed : {1, 2}) {
+  for (const uint64_t seed : {1u, 2u}) {
     {
       const DelayedQueues queues(seed);
       const LateDrives drives(seed);

@@ -54,6 +54,7 @@ class SwapFaults : public ::testing::Test {
     config_.placement.nvme_optimizer_blocks = 5;
     config_.placement.nvme_param_blocks = 3;
     config_.placement.swap_chunk = 4096;
+    config_.placement.resident_blocks = 1;  // weights come from the drive for either pass
   }
 
   std::string model() const { return (folder_ / "model").string(); }

@@ -53,8 +53,8 @@ TEST(Traffic, FallsWithEveryShareOfDeviceMemoryUntilWeightsStay) {
   const size_t least = Engine::plan(model, lean).device_peak_bytes;
   std::vector<Traffic> moved;
   std::vector<double> losses;
-  for (size_t share = 0; share <= 10; ++share) {
-    config.limits.device_bytes = least + (most - least) * share / 10;
+  for (size_t share = 0; share <= 5; ++share) {
+    config.limits.device_bytes = least + (most - least) * share / 5;
     const auto engine = Engine::open(model, config);
     EXPECT_LE(engine->plan().device_peak_bytes, *config.limits.device_bytes);
     traffic_of_step(*engine, 1);
@@ -63,13 +63,13 @@ TEST(Traffic, FallsWithEveryShareOfDeviceMemoryUntilWeightsStay) {
     std::printf("%zu B of device memory: %d of %d blocks resident, %zu B up\n",
                 *config.limits.device_bytes, engine->plan().resident_blocks, engine->plan().blocks,
                 static_cast<size_t>(moved.back().up));
-    EXPECT_LE(moved.back().up, moved[share > 0 ? share - 1 : 0].up) << share * 10 << " %";
+    EXPECT_LE(moved.back().up, moved[share > 0 ? share - 1 : 0].up) << share * 20 << " %";
     EXPECT_EQ(losses.back(), losses.front());
   }
 }
 
 // Evaluations between steps, some of them refused, leave nothing behind: the next step brings up
-// and takes down what it does without them, and not a byte more.
+// and takes down what it does without them, not a byte more, and nothing is worth a warning.
 TEST(Traffic, OfAStepIsTheSameAfterEvaluations) {
   const TempFolder folder;
   write_tiny_model(folder.path(), TinyFamily::kLlama);
@@ -77,6 +77,7 @@ TEST(Traffic, OfAStepIsTheSameAfterEvaluations) {
   config.placement.resident_blocks = 2;
   config.placement.prefetch_depth = 2;
   config.placement.wave = 2;
+  testing::internal::CaptureStderr();
   const auto undisturbed = Engine::open(folder.path().string(), config);
   const auto engine = Engine::open(folder.path().string(), config);
   for (int64_t step = 1; step <= 3; ++step) {
@@ -88,6 +89,7 @@ TEST(Traffic, OfAStepIsTheSameAfterEvaluations) {
     EXPECT_EQ(traffic_of_step(*engine, step), traffic_of_step(*undisturbed, step)) << step;
   }
   EXPECT_TRUE(same_states(read_states(*undisturbed), read_states(*engine)));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 struct Span {

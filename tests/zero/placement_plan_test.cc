@@ -331,6 +331,28 @@ TEST(PlacementPlan, DrivesAreUsedOnlyWhereHostMemoryIsShort) {
   EXPECT_FALSE(planned.placement.uses_nvme());
 }
 
+// Who holds what adds up to all that is taken, wherever states are.
+TEST(PlanReport, LinesAddUpToWhatEveryTierTakes) {
+  const PlanInput input = large_input();
+  const size_t states = host_states(input);
+  for (const size_t percent : {200u, 100u, 50u, 30u}) {
+    const Budgets budgets{states, states * percent / 100, 2 * states};
+    const PlannedStep planned = make_placement(input, budgets, {}, profile());
+    const PlanReport report = make_report(input, planned, budgets, profile());
+    size_t device = 0;
+    size_t host = 0;
+    size_t nvme = 0;
+    for (const PlanLine& line : report.lines) {
+      EXPECT_GT(line.bytes, 0u) << line.purpose;
+      (line.tier == Tier::kDevice ? device : line.tier == Tier::kHost ? host : nvme) += line.bytes;
+    }
+    EXPECT_EQ(device, report.device_peak_bytes) << percent << " %";
+    EXPECT_EQ(host, report.host_bytes) << percent << " %";
+    EXPECT_EQ(nvme, report.nvme_bytes) << percent << " %";
+    EXPECT_EQ(nvme > 0, percent <= 100) << percent << " %";
+  }
+}
+
 TEST(PlanReport, HostBytesPerParameterAreFourteenWithClipping) {
   const PlanInput input = small_input(8, 1);
   PlacementConfig wanted;
