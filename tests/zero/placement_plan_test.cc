@@ -49,6 +49,44 @@ TEST(PlacementPlan, NeverExceedsABudgetAndIsNoSlowerWhenGivenMore) {
   }
 }
 
+// What the upload queue brings up in a step, of weights and of block inputs.
+size_t uploaded_bytes(const PlanInput& input, const StepPlan& plan) {
+  size_t bytes = 0;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kUploadParam) bytes += input.shard_param_bytes(op.param);
+    if (op.kind == OpKind::kUploadInput) bytes += input.activation_bytes();
+  }
+  return bytes;
+}
+
+// Device memory that there is more of saves traffic: on a GPU the states of whole blocks go there
+// in the end, elsewhere their weights alone.
+TEST(PlacementPlan, WithMoreDeviceMemoryLessIsBroughtUp) {
+  for (const bool is_host : {false, true}) {
+    PlanInput input = small_input(8, 4);
+    input.device_is_host = is_host;
+    size_t weights = 0;
+    for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+      weights += input.shard_param_bytes(static_cast<int>(param));
+    PlacementConfig wanted;
+    wanted.wave = 4;
+    const size_t least = make_train_plan(input, smallest_placement(input, wanted)).device_bytes;
+    const size_t most =
+        device_bytes(input, make_placement(input, {kPlenty, kPlenty}, wanted, profile()));
+    std::vector<size_t> uploads;
+    for (size_t i = 0; i <= 10; ++i) {
+      const size_t budget = least + (most - least) * i / 10;
+      const PlannedStep planned = make_placement(input, {budget, kPlenty}, wanted, profile());
+      uploads.push_back(uploaded_bytes(input, planned.train));
+      EXPECT_LE(uploads.back(), uploads[i > 0 ? i - 1 : 0]) << i * 10 << " %, host " << is_host;
+    }
+    EXPECT_GT(uploads.front(), weights);
+    EXPECT_EQ(uploads.back(), is_host ? weights : 0);
+    std::sort(uploads.begin(), uploads.end());
+    EXPECT_GE(std::unique(uploads.begin(), uploads.end()) - uploads.begin(), 4) << "in steps";
+  }
+}
+
 TEST(PlacementPlan, ShortHostMemoryMovesOptimizerShardsToTheDevice) {
   const PlanInput input = small_input(8, 4);
   const size_t need = make_train_plan(input, smallest_placement(input, {})).host_bytes;
