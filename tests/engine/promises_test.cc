@@ -106,7 +106,7 @@ INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
 // weights: no rank has the whole model in memory at any moment, and each byte of the file is read
 // once.
 TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
-  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
   TinyShape shape;
   shape.hidden = 512;
@@ -193,7 +193,7 @@ class MemoryGroup {
 // A container with less memory than the states take: the process ends with the numbers and what to
 // do, before it has taken any of it, and is not killed.
 TEST(MemoryOfAControlGroup, IsTheBudgetAndTooLittleOfItIsOneError) {
-  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const MemoryGroup group(128 << 20);
   if (!group.works()) GTEST_SKIP() << "this machine does not let tests make control groups";
   const TempFolder folder;

@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -174,6 +176,25 @@ TEST_F(SwapFaults, ShortLateAndRepeatedTransfersGiveTheSameBits) {
   });
   const auto engine = open();
   EXPECT_TRUE(same_bits(expected_, run(*engine, {.until = kLast})));
+}
+
+// What the caller throws is what is seen: the engine that goes with it waits for its drives, says
+// nothing and leaves nothing behind.
+TEST_F(SwapFaults, AnExceptionOfTheCallerEndsTheEngineWhileTransfersAreUnderWay) {
+  const Faults faults([](const IoRequest& request, uint64_t) {
+    return Fault::late(std::chrono::milliseconds(request.op == IoOp::kWrite ? 5 : 0));
+  });
+  config_.threads = 5;  // from which on updates run beside what the caller does
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    const auto engine = open();
+    engine->step(batches_of_step(config_, 61, 1));
+    throw std::runtime_error("the loss is not a number");
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "the loss is not a number");
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_TRUE(fs::is_empty(folder_ / "swap"));
 }
 
 TEST_F(SwapFaults, AFlippedBitIsFoundBeforeItIsUsed) {
