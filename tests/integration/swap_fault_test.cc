@@ -21,6 +21,7 @@
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/nvme/faulty_backend.h"
+#include "tests/nvme/fuse_mount.h"
 #include "tests/nvme/mounts.h"
 #include "tests/support/engine_run.h"
 #include "tests/support/process.h"
@@ -259,6 +260,19 @@ TEST_F(SwapFaults, EveryFileSystemGivesTheSameBits) {
           << place.name;
       EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
     }
+  }
+}
+
+// A file system in user space, where nothing can be allocated ahead.
+TEST_F(SwapFaults, AFileSystemInUserSpaceGivesTheSameBits) {
+  const nvme::FuseMount mount;
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  config_.nvme.paths = {mount.path()};
+  for (const std::string engine : {"io_uring", "threads"}) {
+    if (engine == "io_uring" && report_io().engine != engine) continue;
+    config_.nvme.engine = engine;
+    EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast}))) << engine;
+    EXPECT_TRUE(fs::is_empty(mount.path())) << engine;
   }
 }
 
