@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -19,13 +20,26 @@ constexpr size_t kPage = 4096;
 
 }  // namespace
 
+PinCalls driver_pin_calls() {
+  return {
+      .pin =
+          [](void* address, size_t bytes) {
+            const cudaError_t result =
+                cudaHostRegister(address, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+            if (result == cudaSuccess) return std::string();
+            static_cast<void>(cudaGetLastError());
+            return fmt::format("{}: {}", cudaGetErrorName(result), cudaGetErrorString(result));
+          },
+      .unpin =
+          [](void* address) { log_cuda_error(cudaHostUnregister(address), "cudaHostUnregister"); }};
+}
+
+PinnedMemory::PinnedMemory(PinCalls calls) : calls_(std::move(calls)) {}
+
 PinnedMemory::~PinnedMemory() { release(segments_); }
 
-void PinnedMemory::release(const std::vector<Segment>& segments) noexcept {
-  for (const Segment& segment : segments) {
-    log_cuda_error(cudaHostUnregister(reinterpret_cast<void*>(segment.begin)),
-                   "cudaHostUnregister");
-  }
+void PinnedMemory::release(const std::vector<Segment>& segments) const noexcept {
+  for (const Segment& segment : segments) calls_.unpin(reinterpret_cast<void*>(segment.begin));
 }
 
 void PinnedMemory::add(void* address, size_t bytes) {
@@ -39,14 +53,12 @@ void PinnedMemory::add(void* address, size_t bytes) {
   size_t done = 0;
   while (done < bytes) {
     const size_t part = std::min(step, bytes - done);
-    const cudaError_t result = cudaHostRegister(reinterpret_cast<void*>(begin + done), part,
-                                                cudaHostRegisterPortable | cudaHostRegisterMapped);
-    if (result == cudaSuccess) {
+    const std::string refusal = calls_.pin(reinterpret_cast<void*>(begin + done), part);
+    if (refusal.empty()) {
       added.push_back({begin + done, begin + done + part});
       done += part;
       continue;
     }
-    static_cast<void>(cudaGetLastError());
     if (part > kSmallestSegment) {
       step = align_up(part / 2, kPage);
       continue;
@@ -54,11 +66,11 @@ void PinnedMemory::add(void* address, size_t bytes) {
     release(added);
     fail(ErrorCode::kOutOfMemory,
          "pinning host memory: {} asked for, {} of it pinned when the driver refused the next {} "
-         "({}: {}); {} were pinned before. Lower the host memory budget or raise the limit of "
-         "locked "
-         "memory (ulimit -l, the container's or the virtual machine's limit)",
-         format_bytes(bytes), format_bytes(done), format_bytes(part), cudaGetErrorName(result),
-         cudaGetErrorString(result), format_bytes(before));
+         "({}); {} were pinned before. Lower the host memory budget, so that states go to the "
+         "device or to drives, or raise the limit of locked memory (ulimit -l, the container's or "
+         "the virtual machine's limit)",
+         format_bytes(bytes), format_bytes(done), format_bytes(part), refusal,
+         format_bytes(before));
   }
   const std::lock_guard lock(mutex_);
   segments_.insert(segments_.end(), added.begin(), added.end());

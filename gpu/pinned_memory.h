@@ -2,10 +2,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace orlop {
+
+// The driver's two calls behind PinnedMemory. A refused one leaves no error behind for later calls.
+struct PinCalls {
+  std::function<std::string(void* address, size_t bytes)>
+      pin;                                   // why it was refused; "": it is done
+  std::function<void(void* address)> unpin;  // a range as it was pinned
+};
+PinCalls driver_pin_calls();
 
 // Host memory that the driver knows, so that copies from and to it run asynchronously. The memory
 // belongs to the caller and must outlive this object, which takes the registrations back. A range
@@ -13,7 +23,8 @@ namespace orlop {
 // Thread-safe.
 class PinnedMemory {
  public:
-  PinnedMemory() = default;
+  // Tests give calls of their own.
+  explicit PinnedMemory(PinCalls calls = driver_pin_calls());
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
   ~PinnedMemory();
@@ -44,8 +55,9 @@ class PinnedMemory {
   };
 
   size_t piece_bytes(uintptr_t begin, size_t bytes) const;
-  void release(const std::vector<Segment>& segments) noexcept;
+  void release(const std::vector<Segment>& segments) const noexcept;
 
+  const PinCalls calls_;
   mutable std::mutex mutex_;
   std::vector<Segment> segments_;  // sorted, disjoint
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <string>
+#include <utility>
 
 #include "base/check.h"
 #include "base/shared_library.h"
@@ -84,10 +85,13 @@ int device_index(const std::string& name) {
   return index;
 }
 
-}  // namespace
+BackendDecorator& decorator() {
+  static BackendDecorator decorator;
+  return decorator;
+}
 
-BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
-                           Tracer* tracer) {
+BackendChoice choose_backend(const EngineConfig& config, int local_ranks, int threads,
+                             Tracer* tracer) {
   if (config.device == "host") return make_host(config, local_ranks, threads, tracer);
   if (config.device == "auto") {
     if (usable_gpus() == 0) return make_host(config, local_ranks, threads, tracer);
@@ -97,6 +101,17 @@ BackendChoice make_backend(const EngineConfig& config, int local_ranks, int thre
         "device '{}' is not known; use auto, host, cuda or cuda:N", config.device);
   return make_cuda(config, device_index(config.device), tracer);
 }
+
+}  // namespace
+
+BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
+                           Tracer* tracer) {
+  BackendChoice choice = choose_backend(config, local_ranks, threads, tracer);
+  if (decorator()) choice.backend = decorator()(std::move(choice.backend));
+  return choice;
+}
+
+void decorate_backends(BackendDecorator wrap) { decorator() = std::move(wrap); }
 
 int usable_gpus() {
   const CudaLibrary& library = cuda_library();

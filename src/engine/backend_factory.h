@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "backend/backend.h"
@@ -20,6 +21,11 @@ struct BackendChoice {
 // any other name, Error(kDevice) when a GPU was asked for and cannot be used, with the reason.
 BackendChoice make_backend(const EngineConfig& config, int local_ranks, int threads,
                            Tracer* tracer);
+
+// Wraps every backend that make_backend() makes from now on; null ends that. Not while one is being
+// made. With it tests put delays below a whole engine.
+using BackendDecorator = std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend> backend)>;
+void decorate_backends(BackendDecorator decorator);
 
 // GPUs that a backend can be made for; 0 where the CUDA part of Orlop cannot be loaded.
 int usable_gpus();

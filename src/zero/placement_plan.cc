@@ -18,15 +18,28 @@ constexpr int kUsualPrefetch = 2;
 constexpr int kMaxSwapAhead = 4;
 
 // Chunks are so large that a drive reads one at its full speed, and so many at most that plans stay
-// small; the smaller ones are for budgets that have no room for slots of that size.
+// small.
 constexpr int64_t kUsualChunk = int64_t{1} << 20;  // elements
 constexpr int64_t kMostChunks = 512;
 constexpr int kUsualSlots = 4;
+// All slots together take this part of the host budget at most; what is too small for that has
+// fewer and smaller ones, down to the least, which are taken as they are.
+constexpr size_t kSlotPart = 4;
 constexpr int kLeastSlots = 2;
-constexpr int64_t kLeastChunk = int64_t{1} << 16;
+constexpr int64_t kLeastChunkPart = 16;  // of the usual chunk
 // Host memory that gradients may take on their way to an update inside backward. More would let
 // updates fall further behind, and is what clipping off is to save.
 constexpr double kInFlightBytesPerParam = 0.5;
+
+int64_t usual_chunk(const PlanInput& input) {
+  const int64_t fair =
+      ceil_div(input.layout.numel() / input.world_size, kMostChunks * kChunkGranule);
+  return std::max(kUsualChunk, fair * kChunkGranule);
+}
+
+int64_t part_of_usual_chunk(const PlanInput& input, int64_t part) {
+  return ceil_div(usual_chunk(input), part * kChunkGranule) * kChunkGranule;
+}
 
 // Last FlatParams of which some states are wanted on drives.
 int blocks_on_drives(const PlanInput& input, const PlacementConfig& wanted) {
@@ -106,7 +119,18 @@ class Planner {
     const PlannedStep planned = build(placement);
     return device_need(planned) <= budgets_.device_bytes &&
            host_need(planned) <= budgets_.host_bytes &&
-           planned.train.nvme_bytes <= budgets_.nvme_bytes;
+           planned.train.nvme_bytes <= budgets_.nvme_bytes && has_moderate_slots(planned);
+  }
+
+  bool has_moderate_slots(const PlannedStep& planned) const {
+    size_t bytes = 0;
+    for (const int slot : planned.train.swap_slots)
+      bytes += planned.train.buffers[static_cast<size_t>(slot)].bytes;
+    if (bytes <= budgets_.host_bytes / kSlotPart) return true;
+    const PlacementPlan& placement = planned.placement;
+    return placement.swap_slots <= kLeastSlots &&
+           (wanted_.swap_chunk ||
+            placement.chunk_numel <= part_of_usual_chunk(input_, kLeastChunkPart));
   }
 
   double seconds(const PlacementPlan& placement) const {
@@ -164,8 +188,9 @@ class Planner {
     return false;
   }
 
-  // Moves the fewest states to the drives that let the rest fit into host memory; on the device
-  // goes what has room there, as it is needed nowhere else then.
+  // Moves the fewest states to the drives that let the rest fit into host memory, through slots as
+  // large as there is room for; on the device goes what has room there, as it is needed nowhere
+  // else then.
   bool make_room_with_drives(PlacementPlan& placement) const {
     if (budgets_.nvme_bytes == 0) return false;
     PlacementPlan base = placement;
@@ -179,20 +204,26 @@ class Planner {
     }
     // Smaller slots come before compute copies, which cross the drives three times a step.
     for (const bool moves_copies : {false, true}) {
-      for (const int64_t chunk : {int64_t{0}, kLeastChunk * 4, kLeastChunk}) {
+      for (const auto& [slots, part] : {std::pair(kUsualSlots, int64_t{1}),
+                                        {kLeastSlots, 1},
+                                        {kLeastSlots, 4},
+                                        {kLeastSlots, kLeastChunkPart}}) {
         PlacementPlan candidate = placement;
-        if (chunk > 0) candidate.swap_slots = kLeastSlots;
-        if (chunk > 0 && !wanted_.swap_chunk) {
-          candidate.chunk_numel = chunk;
-          set_wanted_nvme(input_, candidate, wanted_, 0);
-        }
-        if (!move_to_drives(candidate, moves_copies)) continue;
+        set_slots(candidate, slots, part);
+        if (!fits(candidate) && !move_to_drives(candidate, moves_copies)) continue;
         placement = candidate;
         return true;
       }
     }
     placement = base;
     return false;
+  }
+
+  void set_slots(PlacementPlan& placement, int slots, int64_t part) const {
+    placement.swap_slots = slots;
+    if (wanted_.swap_chunk) return;
+    placement.chunk_numel = part_of_usual_chunk(input_, part);
+    set_wanted_nvme(input_, placement, wanted_, 0);
   }
 
   // The fewest chunks of optimizer states, or, with all of them there, of compute copies.
@@ -250,9 +281,7 @@ class Planner {
   [[noreturn]] void refuse(std::vector<Tier> homes) const {
     if (!wanted_.activations && budgets_.nvme_bytes > 0) homes.push_back(Tier::kNvme);
     size_t least = SIZE_MAX;
-    size_t device = 0;
-    size_t host = 0;
-    size_t nvme = 0;
+    PlannedStep nearest;
     const auto shortage = [](size_t need, size_t budget) {
       return need > budget ? need - budget : 0;
     };
@@ -264,32 +293,34 @@ class Planner {
                            shortage(planned.train.nvme_bytes, budgets_.nvme_bytes);
       if (total >= least) continue;
       least = total;
-      device = device_need(planned);
-      host = host_need(planned);
-      nvme = planned.train.nvme_bytes;
+      nearest = planned;
     }
+    const PlanReport report = make_report(input_, nearest, budgets_, profile_);
     std::string text = "the training step does not fit:";
-    const auto line = [&](const char* tier, size_t need, size_t budget, const char* remedy) {
+    const auto line = [&](Tier tier, size_t need, size_t budget, const char* remedy) {
       if (need <= budget) return;
       text += fmt::format("\n  {}: needs at least {} ({} B), budget {} ({} B), short by {}; {}",
-                          tier, format_bytes(need), need, format_bytes(budget), budget,
+                          tier_name(tier), format_bytes(need), need, format_bytes(budget), budget,
                           format_bytes(need - budget), remedy);
+      for (const PlanLine& part : report.lines) {
+        if (part.tier != tier) continue;
+        text += fmt::format("\n    of it {} {}", part.purpose, format_bytes(part.bytes));
+      }
     };
-    line("device", device, budgets_.device_bytes,
+    line(Tier::kDevice, device_need(nearest), budgets_.device_bytes,
          "raise the device budget to that, or shorten the micro-batch or the sequence");
-    line("host", host, budgets_.host_bytes,
+    line(Tier::kHost, host_need(nearest), budgets_.host_bytes,
          budgets_.nvme_bytes > 0
              ? "raise the host budget to that, or use bf16 moments"
              : "raise the host budget to that, give directories on drives with --nvme, keep "
                "optimizer shards on the device, or use bf16 moments");
-    line("nvme", nvme, budgets_.nvme_bytes,
+    line(Tier::kNvme, nearest.train.nvme_bytes, budgets_.nvme_bytes,
          "raise limits.nvme to that, free space, or add a directory with --nvme");
     throw Error(ErrorCode::kDoesNotFit, text);
   }
 
   void swap_all_that_may(PlacementPlan& placement) const {
-    placement.swap_slots = kLeastSlots;
-    if (!wanted_.swap_chunk) placement.chunk_numel = kLeastChunk;
+    set_slots(placement, kLeastSlots, kLeastChunkPart);
     set_wanted_nvme(input_, placement, wanted_, 1);
   }
 
@@ -348,10 +379,7 @@ PlacementPlan smallest_placement(const PlanInput& input, const PlacementConfig& 
   placement.wave = wanted.wave.value_or(1);
   set_resident(placement, residency_order(input.layout), wanted.resident_blocks.value_or(0));
   set_device_optimizer(input, placement, wanted.device_optimizer_blocks.value_or(0));
-  const int64_t fair_chunk =
-      ceil_div(input.layout.numel() / input.world_size, kMostChunks * kChunkGranule);
-  placement.chunk_numel =
-      wanted.swap_chunk.value_or(std::max(kUsualChunk, fair_chunk * kChunkGranule));
+  placement.chunk_numel = wanted.swap_chunk.value_or(usual_chunk(input));
   placement.swap_slots = kUsualSlots;
   set_wanted_nvme(input, placement, wanted, 0);
   return placement;

@@ -2,16 +2,24 @@
 
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "engine/backend_factory.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/support/engine_run.h"
@@ -37,19 +45,22 @@ std::ostream& operator<<(std::ostream& out, const RunKind& kind) {
 struct MeasuredPeak {
   double peak = 0;
   double planned = 0;
+  double read = 0;  // from files while opening; of memory-ranks alone
 };
 
-// Peak resident bytes of a process that opens the model, trains two steps, saves and loads.
+// Peak resident bytes of a process that opens the model and trains two steps, as train_worker says
+// under `mode`.
 MeasuredPeak measure(const std::string& mode, const std::string& model,
                      const std::vector<std::string>& how) {
-  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model, model + "/run"};
+  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model};
+  if (mode != "memory-ranks") command.push_back(model + "/run");
   command.insert(command.end(), how.begin(), how.end());
   ChildProcess worker(command);
   const std::string line = worker.read_line().value_or("");
   EXPECT_EQ(worker.wait(), 0);
   MeasuredPeak measured;
   std::string word;
-  std::istringstream(line) >> word >> measured.peak >> measured.planned;
+  std::istringstream(line) >> word >> measured.peak >> measured.planned >> measured.read;
   EXPECT_EQ(word, "peak") << line;
   return measured;
 }
@@ -91,6 +102,32 @@ INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                                            RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
                                            RunKind{-1, 0}, RunKind{-2, 1}));
 
+// Ranks of one machine hold every state once between them, each its part, also while they read the
+// weights: no rank has the whole model in memory at any moment, and each byte of the file is read
+// once.
+TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 512;
+  shape.intermediate = 1408;
+  shape.heads = 8;
+  write_tiny_model(folder / "large", TinyFamily::kLlama, shape);
+  write_tiny_model(folder / "tiny", TinyFamily::kLlama);
+  const auto file =
+      static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors"));
+  for (const char* const ranks : {"1", "3"}) {
+    const MeasuredPeak large = measure("memory-ranks", (folder / "large").string(), {ranks});
+    const MeasuredPeak tiny = measure("memory-ranks", (folder / "tiny").string(), {ranks});
+    const double taken = large.peak - tiny.peak;
+    std::printf("%s ranks: %.1f MiB planned, %.1f MiB taken; %.3f of the file read\n", ranks,
+                large.planned / 1048576, taken / 1048576, large.read / file);
+    EXPECT_NEAR(taken, large.planned, 0.05 * large.planned) << ranks << " ranks";
+    EXPECT_GE(large.read, file);
+    EXPECT_LE(large.read, 1.02 * file) << ranks << " ranks";
+  }
+}
+
 // As SmolLM2-135M, where the tied embedding is a fifth of all parameters.
 TinyShape smollm2_shape() {
   TinyShape shape;
@@ -117,6 +154,106 @@ TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesI
   RecordProperty("planned_mib", std::to_string(demo.planned / 1048576));
   RecordProperty("taken_mib", std::to_string(taken / 1048576));
   EXPECT_NEAR(taken, demo.planned, 0.05 * demo.planned);
+}
+
+// A control group of its own with a limit of memory, removed at the end.
+class MemoryGroup {
+ public:
+  explicit MemoryGroup(size_t limit_bytes) {
+    namespace fs = std::filesystem;
+    const bool is_version_2 = fs::exists("/sys/fs/cgroup/cgroup.controllers");
+    const fs::path parent = is_version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
+    std::error_code error;
+    const fs::path made = parent / ("orlop-test-" + std::to_string(::getpid()));
+    if (!fs::exists(parent) || !fs::create_directory(made, error)) return;
+    path_ = made;
+    std::ofstream limit(made / (is_version_2 ? "memory.max" : "memory.limit_in_bytes"));
+    limit << limit_bytes << std::flush;
+    works_ = limit.good();
+  }
+  ~MemoryGroup() {
+    std::error_code ignored;
+    if (!path_.empty()) std::filesystem::remove(path_, ignored);
+  }
+  MemoryGroup(const MemoryGroup&) = delete;
+  MemoryGroup& operator=(const MemoryGroup&) = delete;
+
+  bool works() const { return works_; }
+  // `command` as a process of the group, what it says of errors on its output.
+  std::vector<std::string> run_inside(const std::string& command) const {
+    return {"/bin/sh", "-c",
+            "echo $$ > " + (path_ / "cgroup.procs").string() + " && exec " + command + " 2>&1"};
+  }
+
+ private:
+  std::filesystem::path path_;
+  bool works_ = false;
+};
+
+// A container with less memory than the states take: the process ends with the numbers and what to
+// do, before it has taken any of it, and is not killed.
+TEST(MemoryOfAControlGroup, IsTheBudgetAndTooLittleOfItIsOneError) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
+  const MemoryGroup group(128 << 20);
+  if (!group.works()) GTEST_SKIP() << "this machine does not let tests make control groups";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 1024;
+  shape.intermediate = 2816;
+  shape.vocab = 3000;
+  spill(folder / "config.json", tiny_config(TinyFamily::kLlama, shape));
+  const std::string model = folder.path().string();
+  ChildProcess worker(group.run_inside(std::string(ORLOP_TRAIN_WORKER) + " memory " + model + " " +
+                                       model + "/run 0 1"));
+  std::string said;
+  while (const std::optional<std::string> line = worker.read_line()) said += *line + "\n";
+  EXPECT_EQ(worker.wait(), 1) << said;
+  for (const char* part :
+       {"the training step does not fit", "host: needs at least", "short by",
+        "of it masters and moments", "of it gradients, waiting for the norm",
+        "raise the host budget to that, give directories on drives with --nvme"}) {
+    EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
+  }
+}
+
+// The host's memory as a device whose driver pins no memory.
+class BackendThatPinsNothing final : public Backend {
+ public:
+  explicit BackendThatPinsNothing(std::unique_ptr<Backend> inner) : inner_(std::move(inner)) {}
+
+  DeviceInfo info() const override {
+    DeviceInfo info = inner_->info();
+    info.is_host = false;
+    return info;
+  }
+  Queue& queue(QueueKind kind) override { return inner_->queue(kind); }
+  std::unique_ptr<Event> make_event() override { return inner_->make_event(); }
+  Ops& ops() override { return inner_->ops(); }
+  void* allocate_arena(size_t bytes) override { return inner_->allocate_arena(bytes); }
+  void register_host_memory(void*, size_t bytes) override {
+    throw Error(ErrorCode::kOutOfMemory, std::to_string(bytes) + " B refused");
+  }
+  void synchronize() override { inner_->synchronize(); }
+
+ private:
+  std::unique_ptr<Backend> inner_;
+};
+
+// Pageable memory would do at half the speed: no engine opens with it and leaves its user to
+// wonder.
+TEST(PinnedHostMemory, ThatIsRefusedIsAnErrorAndNotReplaced) {
+  if (test_device() != "host") GTEST_SKIP() << "drivers pin as much as they like";
+  const TempFolder folder;
+  write_tiny_model(folder.path(), TinyFamily::kLlama);
+  const EngineConfig config = tiny_engine_config(Precision::kBF16);
+  decorate_backends([](std::unique_ptr<Backend> backend) {
+    return std::make_unique<BackendThatPinsNothing>(std::move(backend));
+  });
+  const std::string text =
+      error_of(ErrorCode::kOutOfMemory, [&] { Engine::open(folder.path().string(), config); });
+  decorate_backends(nullptr);
+  EXPECT_NE(text.find(" B refused"), std::string::npos) << text;
+  EXPECT_NO_THROW(Engine::open(folder.path().string(), config));
 }
 
 // Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.

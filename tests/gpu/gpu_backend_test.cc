@@ -1,4 +1,5 @@
 // Queues, events, gates, pinned memory, budgets, errors and the trace on a GPU.
+#include <cuda_runtime_api.h>
 #include <gmock/gmock.h>
 
 #include <atomic>
@@ -161,6 +162,7 @@ TEST_F(GpuBackend, RegistrationThatIsRefusedNamesAmountsAndLeavesNothing) {
   EXPECT_THAT(error, HasSubstr(code(ErrorCode::kOutOfMemory)));
   EXPECT_THAT(error, HasSubstr(format_bytes(2 * kMiB) + " asked for"));
   EXPECT_THAT(error, HasSubstr("pinned before"));
+  EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess) << "the next call would report it";
   backend().register_host_memory(buffer->as() + 1 * kMiB, 1 * kMiB);
   EXPECT_THAT(error_of([&] { backend().register_host_memory(buffer->as() + 1, 4096); }),
               HasSubstr(code(ErrorCode::kUsage)));

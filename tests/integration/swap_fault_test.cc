@@ -4,19 +4,24 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "nvme/io_backend.h"
+#include "orlop/drives.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
 #include "tests/nvme/faulty_backend.h"
+#include "tests/nvme/fuse_mount.h"
 #include "tests/nvme/mounts.h"
 #include "tests/support/engine_run.h"
 #include "tests/support/process.h"
@@ -52,6 +57,7 @@ class SwapFaults : public ::testing::Test {
     config_.placement.nvme_optimizer_blocks = 5;
     config_.placement.nvme_param_blocks = 3;
     config_.placement.swap_chunk = 4096;
+    config_.placement.resident_blocks = 1;  // weights come from the drive for either pass
   }
 
   std::string model() const { return (folder_ / "model").string(); }
@@ -173,6 +179,25 @@ TEST_F(SwapFaults, ShortLateAndRepeatedTransfersGiveTheSameBits) {
   EXPECT_TRUE(same_bits(expected_, run(*engine, {.until = kLast})));
 }
 
+// What the caller throws is what is seen: the engine that goes with it waits for its drives, says
+// nothing and leaves nothing behind.
+TEST_F(SwapFaults, AnExceptionOfTheCallerEndsTheEngineWhileTransfersAreUnderWay) {
+  const Faults faults([](const IoRequest& request, uint64_t) {
+    return Fault::late(std::chrono::milliseconds(request.op == IoOp::kWrite ? 5 : 0));
+  });
+  config_.threads = 5;  // from which on updates run beside what the caller does
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    const auto engine = open();
+    engine->step(batches_of_step(config_, 61, 1));
+    throw std::runtime_error("the loss is not a number");
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "the loss is not a number");
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+  EXPECT_TRUE(fs::is_empty(folder_ / "swap"));
+}
+
 TEST_F(SwapFaults, AFlippedBitIsFoundBeforeItIsUsed) {
   config_.nvme.verify = "full";
   std::atomic<bool> broken{false};
@@ -202,6 +227,53 @@ TEST_F(SwapFaults, ARemovedDirectoryDoesNotDisturbTheRun) {
   run(*engine, {.until = 2});
   fs::remove_all(folder_ / "swap");
   EXPECT_TRUE(same_states(expected_.states, run(*engine, {.from = 3, .until = kLast}).states));
+}
+
+// Where the page cache cannot be passed by, or a layer lies between: the same bits, and one line
+// that says so. ext4 has no direct I/O while it journals data.
+TEST_F(SwapFaults, EveryFileSystemGivesTheSameBits) {
+  struct Place {
+    const char* name;
+    nvme::Mount mount;
+    bool may_be_direct;
+  };
+  std::vector<Place> places;
+  places.push_back({"tmpfs", nvme::Mount::tmpfs(8), false});
+  places.push_back({"overlay", nvme::Mount::overlay(), true});
+  places.push_back({"ext4", nvme::Mount::ext4(32, 512, "data=journal"), false});
+  for (const Place& place : places) {
+    ORLOP_SKIP_UNLESS_MOUNTED(place.mount);
+    const DriveReport report = report_drive(place.mount.path());
+    EXPECT_EQ(report.file_system, place.name);
+    EXPECT_TRUE(place.may_be_direct || !report.direct) << place.name;
+    config_.nvme.paths = {place.mount.path() + "/swap"};
+    for (const std::string engine : {"io_uring", "threads"}) {
+      if (engine == "io_uring" && report_io().engine != engine) continue;
+      config_.nvme.engine = engine;
+      testing::internal::CaptureStderr();
+      const RunRecord found = run(*open(), {.until = kLast});
+      const std::string said = testing::internal::GetCapturedStderr();
+      EXPECT_TRUE(same_bits(expected_, found)) << place.name << " through " << engine;
+      if (report.direct) continue;
+      EXPECT_THAT(said, testing::AnyOf(HasSubstr("lives in memory: swapping there uses RAM"),
+                                       HasSubstr("go through the page cache: ext4 has no direct")))
+          << place.name;
+      EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+    }
+  }
+}
+
+// A file system in user space, where nothing can be allocated ahead.
+TEST_F(SwapFaults, AFileSystemInUserSpaceGivesTheSameBits) {
+  const nvme::FuseMount mount;
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  config_.nvme.paths = {mount.path()};
+  for (const std::string engine : {"io_uring", "threads"}) {
+    if (engine == "io_uring" && report_io().engine != engine) continue;
+    config_.nvme.engine = engine;
+    EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast}))) << engine;
+    EXPECT_TRUE(fs::is_empty(mount.path())) << engine;
+  }
 }
 
 TEST_F(SwapFaults, AFullDriveIsFoundAtTheStartWithTheBytesMissing) {

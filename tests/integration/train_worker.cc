@@ -15,16 +15,22 @@
 //   train_worker memory-tight MODEL RUN_DIR SHARE    the same with the least device memory and host
 //                                                    memory of SHARE of the states, the rest in a
 //                                                    swap directory
+//   train_worker memory-ranks MODEL RANKS            opens the weights of MODEL on so many threads
+//                                                    that are ranks, and trains two steps; prints
+//                                                    "peak", its peak resident bytes, the plans',
+//                                                    and the bytes that it read from files
 
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <string>
 
 #include "orlop/engine.h"
 #include "tests/support/engine_run.h"
 #include "tests/support/process.h"
+#include "tests/support/rank_run.h"
 
 namespace orlop::test {
 namespace {
@@ -116,6 +122,30 @@ void measure_tight_memory(const std::string& model, const std::string& run_dir, 
   run_and_print_peak(model, run_dir, config);
 }
 
+// By this process in all, the page cache included.
+uint64_t bytes_read() {
+  std::ifstream io("/proc/self/io");
+  std::string name;
+  uint64_t bytes = 0;
+  io >> name >> bytes;
+  return bytes;
+}
+
+void measure_memory_of_ranks(const std::string& model, int ranks) {
+  EngineConfig config = memory_config(model);
+  config.placement.resident_blocks = config.placement.device_optimizer_blocks = 0;
+  const PlanReport plan = Engine::plan(model, config, ranks);
+  const uint64_t before = bytes_read();
+  uint64_t read = 0;
+  run_engines(ranks, model, config, [&](Engine& engine) {
+    if (engine.rank() == 0) read = bytes_read() - before;  // all have opened when one has
+    for (int64_t step = 1; step <= 2; ++step) engine.step(batches_of_step(config, 61, step));
+  });
+  std::cout << "peak " << peak_resident_bytes() << ' '
+            << static_cast<size_t>(ranks) * (plan.host_bytes + plan.device_peak_bytes) << ' '
+            << read << std::endl;
+}
+
 }  // namespace
 }  // namespace orlop::test
 
@@ -132,10 +162,13 @@ int main(int argc, char** argv) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
     } else if (mode == "memory-tight" && argc == 5) {
       orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
+    } else if (mode == "memory-ranks" && argc == 4) {
+      orlop::test::measure_memory_of_ranks(argv[2], std::atoi(argv[3]));
     } else {
       std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
                    "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
-                   "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE\n";
+                   "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE | memory-ranks MODEL "
+                   "RANKS\n";
       return 2;
     }
   } catch (const std::exception& error) {

@@ -23,8 +23,8 @@ class Mount {
     return mount;
   }
 
-  // ext4 on a loop device with the given sector length in bytes.
-  static Mount ext4(size_t mib, size_t sector_bytes) {
+  // ext4 on a loop device with the given sector length in bytes; `options` as of mount -o.
+  static Mount ext4(size_t mib, size_t sector_bytes, const char* options = "") {
     Mount mount;
     const std::string image = *mount.base_ / "image";
     std::ofstream(image).close();
@@ -34,7 +34,8 @@ class Mount {
     const bool made =
         !mount.device_.empty() &&
         std::system(("mkfs.ext4 -q -m 0 " + mount.device_ + " >/dev/null 2>&1").c_str()) == 0;
-    mount.finish(made && ::mount(mount.device_.c_str(), mount.path().c_str(), "ext4", 0, "") == 0);
+    mount.finish(made &&
+                 ::mount(mount.device_.c_str(), mount.path().c_str(), "ext4", 0, options) == 0);
     return mount;
   }
 

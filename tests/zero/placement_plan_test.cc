@@ -12,6 +12,7 @@ namespace {
 
 using test::small_input;
 using testing::HasSubstr;
+using testing::Not;
 
 constexpr size_t kPlenty = size_t{1} << 30;
 
@@ -48,6 +49,44 @@ TEST(PlacementPlan, NeverExceedsABudgetAndIsNoSlowerWhenGivenMore) {
   }
 }
 
+// What the upload queue brings up in a step, of weights and of block inputs.
+size_t uploaded_bytes(const PlanInput& input, const StepPlan& plan) {
+  size_t bytes = 0;
+  for (const PlanOp& op : plan.ops) {
+    if (op.kind == OpKind::kUploadParam) bytes += input.shard_param_bytes(op.param);
+    if (op.kind == OpKind::kUploadInput) bytes += input.activation_bytes();
+  }
+  return bytes;
+}
+
+// Device memory that there is more of saves traffic: on a GPU the states of whole blocks go there
+// in the end, elsewhere their weights alone.
+TEST(PlacementPlan, WithMoreDeviceMemoryLessIsBroughtUp) {
+  for (const bool is_host : {false, true}) {
+    PlanInput input = small_input(8, 4);
+    input.device_is_host = is_host;
+    size_t weights = 0;
+    for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
+      weights += input.shard_param_bytes(static_cast<int>(param));
+    PlacementConfig wanted;
+    wanted.wave = 4;
+    const size_t least = make_train_plan(input, smallest_placement(input, wanted)).device_bytes;
+    const size_t most =
+        device_bytes(input, make_placement(input, {kPlenty, kPlenty}, wanted, profile()));
+    std::vector<size_t> uploads;
+    for (size_t i = 0; i <= 10; ++i) {
+      const size_t budget = least + (most - least) * i / 10;
+      const PlannedStep planned = make_placement(input, {budget, kPlenty}, wanted, profile());
+      uploads.push_back(uploaded_bytes(input, planned.train));
+      EXPECT_LE(uploads.back(), uploads[i > 0 ? i - 1 : 0]) << i * 10 << " %, host " << is_host;
+    }
+    EXPECT_GT(uploads.front(), weights);
+    EXPECT_EQ(uploads.back(), is_host ? weights : 0);
+    std::sort(uploads.begin(), uploads.end());
+    EXPECT_GE(std::unique(uploads.begin(), uploads.end()) - uploads.begin(), 4) << "in steps";
+  }
+}
+
 TEST(PlacementPlan, ShortHostMemoryMovesOptimizerShardsToTheDevice) {
   const PlanInput input = small_input(8, 4);
   const size_t need = make_train_plan(input, smallest_placement(input, {})).host_bytes;
@@ -66,6 +105,9 @@ TEST(PlacementPlan, RefusalNamesNeedBudgetAndShortage) {
     EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
     EXPECT_THAT(error.what(), HasSubstr(std::to_string(least)));
     EXPECT_THAT(error.what(), HasSubstr("short by 1 B"));
+    EXPECT_THAT(error.what(), HasSubstr("of it gradients, fp32 "));
+    EXPECT_THAT(error.what(), HasSubstr("of it block workspace "));
+    EXPECT_THAT(error.what(), Not(HasSubstr("masters and moments"))) << "of the host alone";
   }
   EXPECT_NO_THROW(make_placement(input, {least, kPlenty}, {}, profile()));
 }
@@ -165,6 +207,58 @@ TEST(PlacementPlan, HostMemoryIsUsedToItsLastChunk) {
   EXPECT_GE(split, 3);
 }
 
+size_t slot_bytes(const PlannedStep& planned) {
+  size_t bytes = 0;
+  for (const int slot : planned.train.swap_slots)
+    bytes += planned.train.buffers[static_cast<size_t>(slot)].bytes;
+  return bytes;
+}
+
+// What states pass through on their way is small beside what stays, for models and budgets of every
+// size, and whether the planner chose what goes to the drives or was told.
+TEST(PlacementPlan, SwapSlotsTakeAQuarterOfHostMemoryAtMost) {
+  for (const int64_t larger : {1, 1024}) {
+    PlanInput input = large_input();
+    for (FlatParamLayout& flat : input.layout.flat_params) flat.numel *= larger;
+    const size_t states = host_states(input);
+    PlacementConfig told;
+    told.nvme_optimizer_share = told.nvme_param_share = 1;
+    for (const PlacementConfig& wanted : {PlacementConfig{}, told}) {
+      for (const size_t percent : {60u, 30u}) {
+        const Budgets budgets{states, states * percent / 100, 2 * states};
+        const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+        EXPECT_LE(std::max(planned.train.host_bytes, planned.eval.host_bytes), budgets.host_bytes);
+        EXPECT_GT(slot_bytes(planned), 0u) << percent << " %";
+        EXPECT_LE(slot_bytes(planned), budgets.host_bytes / 4)
+            << percent << " % of " << states << " B of states";
+        EXPECT_LE(planned.train.ops.size(), 100'000u) << "the plan stays small";
+      }
+    }
+  }
+}
+
+// What is told to be on the drives passes through smaller slots where host memory is short; one
+// byte less than that needs is refused, and the refusal says so.
+TEST(PlacementPlan, SlotsShrinkAsFarAsTheyMustForWhatIsTold) {
+  const PlanInput input = large_input();
+  PlacementConfig wanted;
+  wanted.nvme_optimizer_share = wanted.nvme_param_share = 1;
+  Budgets budgets{size_t{4} << 30, 0, size_t{4} << 30};
+  size_t need = 0;
+  try {
+    make_placement(input, budgets, wanted, profile());
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    need = std::stoull(text.substr(text.find('(', text.find("host: needs at least")) + 1));
+  }
+  ASSERT_GT(need, 0u);
+  budgets.host_bytes = need;
+  const PlannedStep planned = make_placement(input, budgets, wanted, profile());
+  EXPECT_LE(std::max(planned.train.host_bytes, planned.eval.host_bytes), need);
+  budgets.host_bytes = need - 1;
+  EXPECT_THROW(make_placement(input, budgets, wanted, profile()), Error);
+}
+
 TEST(PlacementPlan, WantedSharesAreThoseOfEveryBlock) {
   const PlanInput input = large_input();
   PlacementConfig wanted;
@@ -260,7 +354,10 @@ TEST(PlacementPlan, TheShortageOfEveryTierIsNamed) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDoesNotFit);
     EXPECT_THAT(error.what(), HasSubstr("host: needs at least"));
+    EXPECT_THAT(error.what(), HasSubstr("of it gradients, waiting for the norm "));
+    EXPECT_THAT(error.what(), HasSubstr("of it states, between drive and update "));
     EXPECT_THAT(error.what(), HasSubstr("nvme: needs at least"));
+    EXPECT_THAT(error.what(), HasSubstr("of it masters and moments "));
   }
 }
 
@@ -270,6 +367,28 @@ TEST(PlacementPlan, DrivesAreUsedOnlyWhereHostMemoryIsShort) {
   const PlannedStep planned =
       make_placement(input, {size_t{4} << 30, size_t{4} << 30, size_t{4} << 30}, {}, profile());
   EXPECT_FALSE(planned.placement.uses_nvme());
+}
+
+// Who holds what adds up to all that is taken, wherever states are.
+TEST(PlanReport, LinesAddUpToWhatEveryTierTakes) {
+  const PlanInput input = large_input();
+  const size_t states = host_states(input);
+  for (const size_t percent : {200u, 100u, 50u, 30u}) {
+    const Budgets budgets{states, states * percent / 100, 2 * states};
+    const PlannedStep planned = make_placement(input, budgets, {}, profile());
+    const PlanReport report = make_report(input, planned, budgets, profile());
+    size_t device = 0;
+    size_t host = 0;
+    size_t nvme = 0;
+    for (const PlanLine& line : report.lines) {
+      EXPECT_GT(line.bytes, 0u) << line.purpose;
+      (line.tier == Tier::kDevice ? device : line.tier == Tier::kHost ? host : nvme) += line.bytes;
+    }
+    EXPECT_EQ(device, report.device_peak_bytes) << percent << " %";
+    EXPECT_EQ(host, report.host_bytes) << percent << " %";
+    EXPECT_EQ(nvme, report.nvme_bytes) << percent << " %";
+    EXPECT_EQ(nvme > 0, percent <= 100) << percent << " %";
+  }
 }
 
 TEST(PlanReport, HostBytesPerParameterAreFourteenWithClipping) {

@@ -162,6 +162,23 @@ TEST(StepPlan, LessPrefetchAndFewerResidentsNeedLessMemory) {
   EXPECT_LT(prefetching, make_train_plan(input, resident).device_bytes);
 }
 
+// They take 2 bytes times hidden size, layers and tokens there, but for the few on their way.
+TEST(StepPlan, BlockInputsInHostMemoryLeaveTheDevice) {
+  PlanInput input = small_input(8, 6);
+  input.shape = {4096, 4096};
+  const size_t all = size_t{2} * 64 * 8 * 6 * 4096;
+  EXPECT_EQ(8 * 6 * input.activation_bytes(), all);
+  PlacementPlan plan = placement(input, 1, 6);
+  plan.activations = Tier::kDevice;
+  const StepPlan on_device = make_train_plan(input, plan);
+  plan.activations = Tier::kHost;
+  const StepPlan on_host = make_train_plan(input, plan);
+  const size_t few = 5 * input.activation_bytes();
+  EXPECT_LE(on_host.device_bytes, on_device.device_bytes - all + few);
+  EXPECT_GE(on_host.host_bytes, on_device.host_bytes + all - few);
+  EXPECT_LE(on_host.host_bytes, on_device.host_bytes + all);
+}
+
 TEST(PlanCheck, FindsAMissingWait) {
   const PlanInput input = small_input(4, 2);
   const PlacementPlan home = placement(input, 1, 2);
