@@ -87,6 +87,30 @@ class HookClock:
         return taken
 
 
+class Passes:
+    """Times at which the device ends each forward and backward."""
+
+    def __init__(self, device):
+        self._on_device = device.type == "cuda"
+        self._ends: list = []
+        self.end()
+
+    def end(self) -> None:
+        if self._on_device:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._ends.append(event)
+        else:
+            self._ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of forward and backward of every micro-batch, in order. The device is done."""
+        pairs = zip(self._ends, self._ends[1:])
+        if self._on_device:
+            return [before.elapsed_time(after) * 1e-3 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
 class Host:
     """The part's highest resident set, where the kernel lets it be reset; else that of the whole run."""
 
@@ -132,6 +156,7 @@ class Bench:
         self.sequences = options.sequences or self.sequences
         self.host = Host()
         self.hooks = HookClock()
+        self.passes: list[list[float]] = []  # of the steps since the last measurement
         self.results: list[dict] = []
 
     # --- one part -------------------------------------------------------------------------------
@@ -202,12 +227,16 @@ class Bench:
     def step(self, model, optimizer, batches) -> dict[str, float]:
         """Host seconds of the parts of one step, `end` the time at which it ended."""
         marks = {}
+        passes = Passes(self.device)
         begin = time.perf_counter()
         for tokens in batches:
             loss = model(input_ids=tokens, labels=tokens).loss / len(batches)
+            passes.end()
             loss.backward()
+            passes.end()
         marks["issue"] = time.perf_counter() - begin
         self.wait()
+        self.passes.append(passes.seconds())
         marks["device"] = time.perf_counter() - begin - marks["issue"]
         if optimizer is None:
             marks["end"] = time.perf_counter()
@@ -228,6 +257,7 @@ class Bench:
             last = self.step(model, optimizer, batches)["end"]
         seconds, marks, hooks = [], [], []
         self.hooks.take()
+        self.passes.clear()
         for _ in range(self.options.steps):
             mark = self.step(model, optimizer, batches)
             seconds.append(mark["end"] - last)
@@ -239,6 +269,7 @@ class Bench:
         result = {
             "part": part, "micro_batches": micro_batches, "tokens": tokens, "median_s": median,
             "min_s": min(seconds), "max_s": max(seconds), "steps": len(seconds),
+            "passes_s": [statistics.median(times) for times in zip(*self.passes)],
             "host_s": {key: statistics.median(m[key] for m in marks) for key in marks[0]},
             "hooks_us": self.hook_times(model, hooks, micro_batches) if optimizer is not None else {},
             "sums_gib": self.sums(optimizer) if optimizer is not None else {},
@@ -302,6 +333,7 @@ class Bench:
         print(f"  {r['micro_batches']} x {r['tokens'] // r['micro_batches']} tokens: {r['median_s']:.4f} s "
               f"({r['min_s']:.4f} to {r['max_s']:.4f}, {r['steps']} steps), "
               f"{r['tokens'] / r['median_s']:,.0f} tok/s{ratio}")  # fmt: skip
+        print("    forward and backward: " + ", ".join(f"{s * 1e3:.0f}" for s in r["passes_s"]) + " ms")
         print("    host: " + ", ".join(f"{key} {value * 1e3:.1f} ms" for key, value in r["host_s"].items()))
         if r["hooks_us"]:
             print("    hooks, us a block: "
