@@ -117,7 +117,8 @@ void bind_config(py::module_& module) {
       "device: auto, host, cuda or cuda:N. threads 0: every usable "
       "core. reference_ops: plain loops "
       "instead of oneDNN (host only). from_scratch: random weights instead of "
-      "the folder's. max_skipped_steps non-finite "
+      "the folder's. evaluate_only: no masters, moments or gradients; the engine only evaluates "
+      "and exports. max_skipped_steps non-finite "
       "steps in a row end the run. seed: "
       "stochastic rounding.");
   def_keyword_init<EngineConfig>(engine);
@@ -132,6 +133,7 @@ void bind_config(py::module_& module) {
       .def_readwrite("threads", &EngineConfig::threads)
       .def_readwrite("reference_ops", &EngineConfig::reference_ops)
       .def_readwrite("from_scratch", &EngineConfig::from_scratch)
+      .def_readwrite("evaluate_only", &EngineConfig::evaluate_only)
       .def_readwrite("max_skipped_steps", &EngineConfig::max_skipped_steps)
       .def_readwrite("seed", &EngineConfig::seed)
       .def_readwrite("checkpoint_dir", &EngineConfig::checkpoint_dir);

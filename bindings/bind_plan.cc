@@ -28,6 +28,7 @@ void bind_plan(py::module_& module) {
       "a prediction. str() is the table that `orlop plan` prints.")
       .def_readonly("model", &PlanReport::model)
       .def_readonly("device", &PlanReport::device)
+      .def_readonly("evaluates_only", &PlanReport::evaluates_only)
       .def_readonly("parameters", &PlanReport::parameters)
       .def_readonly("ranks", &PlanReport::ranks)
       .def_readonly("tokens_per_step", &PlanReport::tokens_per_step)

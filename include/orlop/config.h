@@ -99,6 +99,11 @@ struct EngineConfig {
   bool reference_ops = false;  // host device only: plain loops instead of oneDNN
   int max_skipped_steps = 10;  // this many steps in a row with a gradient not finite end the run
   bool from_scratch = false;   // random weights, normal(0, 0.02), instead of the folder's
+  // The engine is for evaluate() and export_hf(): of every parameter it keeps the weight in
+  // `precision` alone, no master, moment or gradient. All of them are in memory: nvme.paths must be
+  // empty. Blocks with their optimizer on the device are those whose weights live there and nowhere
+  // else; what else concerns updates is passed over.
+  bool evaluate_only = false;
   uint64_t seed = 0;           // random weights and stochastic rounding
   std::string checkpoint_dir;  // where checkpoints will go: room for one is checked at the start
 };

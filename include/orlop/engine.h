@@ -71,7 +71,8 @@ struct TensorDescription {
 // states, the device and its threads. Called by one thread at a time. Every failure is an
 // orlop::Error; after a failed step the engine refuses further steps, and the last checkpoint is as
 // it was. In a forked child every call that works with states throws Error(kUsage) and the
-// destructor does nothing.
+// destructor does nothing. With EngineConfig::evaluate_only it evaluates and exports, and step(),
+// read_state() and save_checkpoint() throw Error(kUsage).
 class ORLOP_EXPORT Engine {
  public:
   // Plans, takes the memory of the plan, reads the weights. Throws Error(kDoesNotFit) with the
@@ -127,7 +128,8 @@ class ORLOP_EXPORT Engine {
   void wait_for_save();
 
   // Reads one step-N folder into the present placement, whatever placement and number of ranks
-  // wrote it. Returns user_state. All ranks together.
+  // wrote it. Returns user_state. All ranks together. An engine that only evaluates reads the
+  // masters alone, rounded to its precision.
   std::string load_checkpoint(const std::string& step_dir);
 
   // The newest complete checkpoint of a run, or "". Newest is the one written last: after going

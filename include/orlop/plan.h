@@ -29,6 +29,7 @@ struct PlanLane {
 struct ORLOP_EXPORT PlanReport {
   std::string model;
   std::string device;
+  bool evaluates_only = false;  // then a step is the evaluation of one micro-batch
   int64_t parameters = 0;
   int ranks = 1;                // bytes and times are those of one of them
   int64_t tokens_per_step = 0;  // of all ranks
@@ -41,7 +42,7 @@ struct ORLOP_EXPORT PlanReport {
   size_t nvme_budget_bytes = 0;
   size_t nvme_read_bytes = 0;     // per step
   size_t nvme_written_bytes = 0;  // likewise
-  size_t state_bytes = 0;         // masters and moments of every parameter
+  size_t state_bytes = 0;         // masters and moments of every parameter, or its weights alone
   std::vector<PlanLine> lines;
   int blocks = 0;
   int resident_blocks = 0;

@@ -90,6 +90,10 @@ void check_nvme(const EngineConfig& config) {
         nvme.block_bytes, kBlockMultiple, kMaxBlock);
   check(nvme.queue_depth >= 1 && nvme.queue_depth <= 4096, ErrorCode::kUsage,
         "nvme.queue_depth is {}; it must lie between 1 and 4096", nvme.queue_depth);
+  check(!config.evaluate_only || nvme.paths.empty(), ErrorCode::kUsage,
+        "nvme.paths names {} directories; an engine that is opened to evaluate only "
+        "(evaluate_only) has all weights in memory",
+        nvme.paths.size());
   nvme::parse_io_engine(nvme.engine);
   nvme::parse_verify(nvme.verify);
   const PlacementConfig& placement = config.placement;

@@ -105,6 +105,7 @@ class Engine::Impl {
 
   StepResult step(std::span<const MicroBatch> batches) {
     check_usable();
+    check_trains("step");
     wear_.begin_step();
     return changing([&] { return run_step(batches); });
   }
@@ -151,6 +152,7 @@ class Engine::Impl {
 
   void read_state(const std::string& tensor, StateKind kind, std::span<float> values) {
     reading([&] {
+      check_trains("read_state");
       const Plane plane = kind == StateKind::kMaster   ? Plane::kMaster
                           : kind == StateKind::kExpAvg ? Plane::kExpAvg
                                                        : Plane::kExpAvgSq;
@@ -172,6 +174,7 @@ class Engine::Impl {
                               SaveMode mode) {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     check_usable();
+    check_trains("save_checkpoint");
     if (mode == SaveMode::kWait) optimizer_.wait_idle();
     const TrainingState training{applied_steps_, scaler_.state(), config_.optimizer.decoupled,
                                  user_state};
@@ -232,7 +235,7 @@ class Engine::Impl {
   // After the space for swapping was taken.
   void check_room_for_checkpoint() {
     const std::string& folder = config_.checkpoint_dir;
-    if (folder.empty()) return;
+    if (folder.empty() || config_.evaluate_only) return;
     on_all_ranks(*ranks_, "checkpoint, room", [&] {
       if (rank() == 0) check_room(folder, report().save_bytes * static_cast<size_t>(world_size()));
     });
@@ -324,6 +327,13 @@ class Engine::Impl {
           "first error was: {}",
           failure_);
     session_.save().check_finished();
+  }
+
+  void check_trains(const char* call) const {
+    check(!config_.evaluate_only, ErrorCode::kUsage,
+          "{}: the engine was opened to evaluate only (evaluate_only); it has no masters, moments "
+          "or gradients",
+          call);
   }
 
   // The other ranks must not wait for this one.

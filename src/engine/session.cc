@@ -111,7 +111,9 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.shape = {config.batch.micro_batch_size * config.batch.sequence_length,
                  config.batch.sequence_length};
   input.hidden = planning.model.hidden;
-  input.micro_batches = static_cast<int>(config.batch.accumulation_steps);
+  input.evaluates_only = config.evaluate_only;
+  input.micro_batches =
+      config.evaluate_only ? 1 : static_cast<int>(config.batch.accumulation_steps);
   if (planning.model.rope.enabled) {
     input.rope_bytes =
         static_cast<size_t>(config.batch.sequence_length * planning.model.rope.rotary_dim) *
@@ -120,12 +122,15 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.device_fixed_bytes = info.overhead_bytes + info.workspace_bytes;
   input.device_is_host = info.is_host;
   input.updates_wait_for_norm =
-      config.optimizer.max_grad_norm > 0 || config.precision == Precision::kF16 ||
+      config.evaluate_only || config.optimizer.max_grad_norm > 0 ||
+      config.precision == Precision::kF16 ||
       ranks.world_size > 1;  // whether a gradient is finite, all ranks know with the norm
   size_t all_states = 0;
   for (size_t param = 0; param < input.layout.flat_params.size(); ++param)
     all_states += input.state_bytes(static_cast<int>(param));
-  input.snapshot_bytes = std::min(config.limits.snapshot_bytes, all_states);
+  if (!config.evaluate_only) {
+    input.snapshot_bytes = std::min(config.limits.snapshot_bytes, all_states);
+  }
   describe_blocks(planning, dtype);
 
   planning.budgets.device_bytes = planning.device.device_budget_bytes;
@@ -140,7 +145,12 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   }
   planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
   if (ranks.ranks != nullptr && ranks.world_size > 1) agree_before(planning, *ranks.ranks);
-  planning.planned = make_placement(input, planning.budgets, config.placement, planning.profile);
+  PlacementConfig wanted = config.placement;
+  if (config.evaluate_only) {  // what is between forward and backward
+    wanted.activations.reset();
+    wanted.wave.reset();
+  }
+  planning.planned = make_placement(input, planning.budgets, wanted, planning.profile);
   planning.report = make_report(input, planning.planned, planning.budgets, planning.profile);
   planning.report.model = fmt::format("{} ({} layers x {})", planning.model.model_type,
                                       planning.model.layers, planning.model.hidden);
@@ -196,8 +206,8 @@ ExecutorMemory Session::take_memory() {
   memory.device = static_cast<std::byte*>(
       backend().allocate_arena(std::max(planned.train.device_bytes, planned.eval.device_bytes)));
   memory.host = host_arena_.data();
-  memory.scalars =
-      memory.host + planned.train.buffers[static_cast<size_t>(planned.train.host_scalars)].offset;
+  const StepPlan& plan = main_plan();
+  memory.scalars = memory.host + plan.buffers[static_cast<size_t>(plan.host_scalars)].offset;
   auto* gates = reinterpret_cast<std::atomic<uint32_t>*>(memory.scalars + kGatesOffset);
   for (size_t param = 0; param < layout().flat_params.size(); ++param) {
     memory.gates.push_back({new (gates + param) std::atomic<uint32_t>(0)});
@@ -237,7 +247,7 @@ void Session::make_save(const ExecutorMemory& memory) {
 
 // Each store has a slot of its own, so many from the end.
 StateStore Session::make_state_store(QueueKind down, size_t slot_from_end) {
-  const StepPlan& plan = train_plan();
+  const StepPlan& plan = main_plan();
   StateMemory memory = state_memory_;
   if (!plan.swap_slots.empty()) {
     const int slot = plan.swap_slots[plan.swap_slots.size() - slot_from_end];
@@ -249,7 +259,7 @@ StateStore Session::make_state_store(QueueKind down, size_t slot_from_end) {
 void Session::upload_rope(std::byte* device) {
   if (planning_.input.rope_bytes == 0) return;
   const std::vector<float> table = rope_table(planning_.model.rope, sequence_length_);
-  const StepPlan& plan = planning_.planned.train;
+  const StepPlan& plan = main_plan();
   Queue& upload = backend().queue(QueueKind::kUpload);
   upload.upload(device + plan.buffers[static_cast<size_t>(plan.rope)].offset, table.data(),
                 table.size() * sizeof(float));

@@ -55,6 +55,9 @@ class Session {
   const Planning& planning() const { return planning_; }
   const PlanInput& input() const { return planning_.input; }
   const ModelLayout& layout() const { return planning_.input.layout; }
+  // What memory is laid out by.
+  const StepPlan& main_plan() const { return planning_.planned.main(); }
+  // No operations where the engine only evaluates.
   const StepPlan& train_plan() const { return planning_.planned.train; }
   const StepPlan& eval_plan() const { return planning_.planned.eval; }
 

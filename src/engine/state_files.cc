@@ -224,6 +224,7 @@ void StateFiles::read(const ModelLayout& layout, StateStore& states) const {
       const ElementRange own = states.own_part(index, segment.offset, segment.numel);
       for (const ElementRange& part : parts_of(states, index, own)) {
         for (const auto& [plane, suffix] : kPlanes) {
+          if (!states.planes(index).takes(plane)) continue;
           read_plane(tensors_.at(segment.name + suffix), {index, segment.offset, plane, part},
                      states);
         }

@@ -26,7 +26,7 @@ StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan&
   for (size_t param = 0; param < homes_.size(); ++param) {
     Home& home = homes_[param];
     home.planes = state_planes(input.shard_numel(static_cast<int>(param)), input.compute_dtype,
-                               input.moment_dtype);
+                               input.moment_dtype, input.evaluates_only);
     home.numel = input.layout.flat_params[param].numel;
     home.shard = shard_range(home.numel, rank, input.world_size);
     home.tier = Tier::kNvme;  // unless a buffer holds the states
@@ -129,8 +129,9 @@ template <typename Use>
 void StateStore::for_staged(const Home& home, size_t count, const Use& use) {
   for (size_t first = 0; first < count; first += static_cast<size_t>(kStagedElements)) {
     const size_t elements = std::min(count - first, static_cast<size_t>(kStagedElements));
-    const StatePlanes staged = state_planes(static_cast<int64_t>(elements),
-                                            home.planes.compute_dtype, home.planes.moment_dtype);
+    const StatePlanes staged =
+        state_planes(static_cast<int64_t>(elements), home.planes.compute_dtype,
+                     home.planes.moment_dtype, home.planes.copy_alone);
     staging_.resize(std::max(staging_.size(), staged.bytes()));
     use(staged, state_address(staged, staging_.data()), first, elements);
   }

@@ -14,6 +14,37 @@ T* plane_at(std::byte* part, size_t plane_bytes, int64_t offset) {
   return reinterpret_cast<T*>(part + plane_bytes) + offset;
 }
 
+// In the fp32 layout it is the master.
+void write_copy(const StatePlanes& planes, const StateAddress& base, int64_t offset,
+                std::span<const float> values) {
+  if (planes.compute_dtype == DType::kF32) {
+    std::memcpy(plane_at<float>(base.copy, 0, offset), values.data(), values.size_bytes());
+    return;
+  }
+  uint16_t* copy = plane_at<uint16_t>(base.copy, 0, offset);
+  if (planes.compute_dtype == DType::kF16) {
+    for (size_t i = 0; i < values.size(); ++i) copy[i] = float_to_fp16(values[i]);
+    return;
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    copy[i] = static_cast<uint16_t>((std::bit_cast<uint32_t>(values[i]) + 0x8000u) >> 16);
+  }
+}
+
+// What of the master does not lie in the compute copy.
+void write_master_rest(const StatePlanes& planes, const StateAddress& base, int64_t offset,
+                       std::span<const float> values) {
+  if (planes.compute_dtype == DType::kF16) {
+    std::memcpy(plane_at<float>(base.rest, planes.master, offset), values.data(),
+                values.size_bytes());
+  } else if (planes.compute_dtype == DType::kBF16) {
+    uint16_t* lo = plane_at<uint16_t>(base.rest, planes.master, offset);
+    for (size_t i = 0; i < values.size(); ++i) {
+      lo[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]));
+    }
+  }
+}
+
 // The fp32 master: in the fp32 layout it is the compute copy.
 float* master_at(const StatePlanes& planes, const StateAddress& base, int64_t offset) {
   if (planes.compute_dtype == DType::kF32) return plane_at<float>(base.copy, 0, offset);
@@ -27,13 +58,15 @@ void check_range(const StatePlanes& planes, int64_t offset, size_t count) {
         "state access of elements {} + {} in a FlatParam of {}", offset, count, planes.numel);
 }
 
-StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype) {
+StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype, bool copy_alone) {
   StatePlanes planes;
   planes.compute_dtype = compute_dtype;
   planes.moment_dtype = moment_dtype;
   planes.numel = numel;
   const size_t elements = static_cast<size_t>(numel);
   planes.copy_bytes = elements * dtype_bytes(compute_dtype);
+  planes.copy_alone = copy_alone;
+  if (copy_alone) return planes;
   if (compute_dtype == DType::kBF16) planes.exp_avg = elements * sizeof(uint16_t);
   if (compute_dtype == DType::kF16) planes.exp_avg = elements * sizeof(float);
   planes.exp_avg_sq = planes.exp_avg + elements * dtype_bytes(moment_dtype);
@@ -44,6 +77,7 @@ StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype)
 void read_plane(const StatePlanes& planes, const StateAddress& base, Plane plane, int64_t offset,
                 std::span<float> values) {
   check_range(planes, offset, values.size());
+  ORLOP_INVARIANT(!planes.copy_alone);
   if (plane == Plane::kMaster && planes.compute_dtype == DType::kBF16) {
     const uint16_t* hi = plane_at<uint16_t>(base.copy, 0, offset);
     const uint16_t* lo = plane_at<uint16_t>(base.rest, planes.master, offset);
@@ -70,27 +104,10 @@ void read_plane(const StatePlanes& planes, const StateAddress& base, Plane plane
 void write_plane(const StatePlanes& planes, const StateAddress& base, Plane plane, int64_t offset,
                  std::span<const float> values) {
   check_range(planes, offset, values.size());
+  ORLOP_INVARIANT(planes.takes(plane));
   if (plane == Plane::kMaster) {
-    switch (planes.compute_dtype) {
-      case DType::kBF16: {
-        uint16_t* hi = plane_at<uint16_t>(base.copy, 0, offset);
-        uint16_t* lo = plane_at<uint16_t>(base.rest, planes.master, offset);
-        for (size_t i = 0; i < values.size(); ++i) {
-          const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
-          hi[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-          lo[i] = static_cast<uint16_t>(bits);
-        }
-        return;
-      }
-      case DType::kF16: {
-        uint16_t* copy = plane_at<uint16_t>(base.copy, 0, offset);
-        for (size_t i = 0; i < values.size(); ++i) copy[i] = float_to_fp16(values[i]);
-        break;
-      }
-      default:
-        break;
-    }
-    std::memcpy(master_at(planes, base, offset), values.data(), values.size_bytes());
+    write_copy(planes, base, offset, values);
+    if (!planes.copy_alone) write_master_rest(planes, base, offset, values);
     return;
   }
   const size_t start = plane == Plane::kExpAvg ? planes.exp_avg : planes.exp_avg_sq;
@@ -108,6 +125,7 @@ std::vector<PlanePart> plane_parts(const StatePlanes& planes, const StateAddress
   if (plane == Plane::kExpAvg) return {{base.rest + planes.exp_avg, moment_bytes}};
   if (plane == Plane::kExpAvgSq) return {{base.rest + planes.exp_avg_sq, moment_bytes}};
   const PlanePart copy{base.copy, dtype_bytes(planes.compute_dtype)};
+  if (planes.copy_alone) return {copy};
   std::byte* const master = base.rest + planes.master;
   if (planes.compute_dtype == DType::kBF16) return {copy, {master, sizeof(uint16_t)}};
   if (planes.compute_dtype == DType::kF16) return {copy, {master, sizeof(float)}};

@@ -12,11 +12,15 @@
 
 namespace orlop {
 
+enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
+
 // How the states of a run of elements lie in memory: the compute copy, and the rest side by side.
 // Offsets in bytes, of every plane from the start of its part:
 //   bf16  hi (2 B) | lo (2 B), exp_avg, exp_avg_sq      master bits = (hi << 16) + int16(lo)
 //   fp16  copy (2 B) | master (4 B), exp_avg, exp_avg_sq
 //   fp32  master (4 B) | exp_avg, exp_avg_sq
+// Where only evaluations run there is the compute copy alone: it takes a master, rounded, and gives
+// none back.
 struct StatePlanes {
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
@@ -26,11 +30,14 @@ struct StatePlanes {
   size_t exp_avg = 0;
   size_t exp_avg_sq = 0;
   size_t rest_bytes = 0;
+  bool copy_alone = false;
 
   size_t bytes() const { return copy_bytes + rest_bytes; }
+  bool takes(Plane plane) const { return plane == Plane::kMaster || !copy_alone; }
 };
 
-StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype);
+StatePlanes state_planes(int64_t numel, DType compute_dtype, DType moment_dtype,
+                         bool copy_alone = false);
 
 // Where the two parts lie. In a state buffer the rest follows the compute copy without a gap, so
 // that the copy is uploaded from, or is, the start of the buffer; on the way to and from a drive
@@ -46,8 +53,6 @@ inline StateAddress state_address(const StatePlanes& planes, std::byte* buffer) 
 
 // Throws Error(kInternal) when [offset, offset + count) leaves the FlatParam.
 void check_range(const StatePlanes& planes, int64_t offset, size_t count);
-
-enum class Plane : uint8_t { kMaster, kExpAvg, kExpAvgSq };
 
 // Elements [offset, offset + values.size()) of one plane, as fp32.
 void read_plane(const StatePlanes& planes, const StateAddress& base, Plane plane, int64_t offset,

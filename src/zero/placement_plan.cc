@@ -64,6 +64,7 @@ class Planner {
 
   PlannedStep run() {
     std::vector<Tier> homes = {Tier::kDevice, Tier::kHost};
+    if (input_.evaluates_only) homes = {Tier::kDevice};  // a pass forward leaves none behind
     if (wanted_.activations) homes = {*wanted_.activations};
     std::optional<PlacementPlan> best = fastest(starts(homes));
     // They cross the drives twice a step, and that beside compute: after everything else.
@@ -71,7 +72,7 @@ class Planner {
       best = fastest(starts({Tier::kNvme}));
     if (!best) refuse(homes);
     PlannedStep planned = build(*best);
-    plan_check(input_, planned.placement, planned.train, true);
+    if (!input_.evaluates_only) plan_check(input_, planned.placement, planned.train, true);
     plan_check(input_, planned.placement, planned.eval, false);
     return planned;
   }
@@ -104,7 +105,9 @@ class Planner {
   }
 
   PlannedStep build(const PlacementPlan& placement) const {
-    return {placement, make_train_plan(input_, placement), make_eval_plan(input_, placement)};
+    PlannedStep planned{placement, {}, make_eval_plan(input_, placement)};
+    if (!input_.evaluates_only) planned.train = make_train_plan(input_, placement);
+    return planned;
   }
 
   size_t device_need(const PlannedStep& planned) const {
@@ -134,7 +137,9 @@ class Planner {
   }
 
   double seconds(const PlacementPlan& placement) const {
-    return simulate(input_, make_train_plan(input_, placement), profile_).step_seconds;
+    const StepPlan plan = input_.evaluates_only ? make_eval_plan(input_, placement)
+                                                : make_train_plan(input_, placement);
+    return simulate(input_, plan, profile_).step_seconds;
   }
 
   // Every combination of home of the block inputs and of the wave that `wanted` leaves open, with
@@ -277,6 +282,18 @@ class Planner {
     grow(placement, 1, kMaxSwapAhead, [](PlacementPlan& p, int n) { p.swap_ahead = n; });
   }
 
+  std::string host_remedy() const {
+    std::string remedy = "raise the host budget to that";
+    if (input_.evaluates_only) {
+      return remedy +
+             (input_.device_is_host ? "" : ", or the device budget: weights can live there");
+    }
+    if (budgets_.nvme_bytes == 0) {
+      remedy += ", give directories on drives with --nvme, keep optimizer shards on the device";
+    }
+    return remedy + ", or use bf16 moments";
+  }
+
   // Throws with the needs of the start that is short by the least.
   [[noreturn]] void refuse(std::vector<Tier> homes) const {
     if (!wanted_.activations && budgets_.nvme_bytes > 0) homes.push_back(Tier::kNvme);
@@ -296,8 +313,9 @@ class Planner {
       nearest = planned;
     }
     const PlanReport report = make_report(input_, nearest, budgets_, profile_);
-    std::string text = "the training step does not fit:";
-    const auto line = [&](Tier tier, size_t need, size_t budget, const char* remedy) {
+    std::string text =
+        fmt::format("the {} does not fit:", input_.evaluates_only ? "evaluation" : "training step");
+    const auto line = [&](Tier tier, size_t need, size_t budget, const std::string& remedy) {
       if (need <= budget) return;
       text += fmt::format("\n  {}: needs at least {} ({} B), budget {} ({} B), short by {}; {}",
                           tier_name(tier), format_bytes(need), need, format_bytes(budget), budget,
@@ -309,11 +327,7 @@ class Planner {
     };
     line(Tier::kDevice, device_need(nearest), budgets_.device_bytes,
          "raise the device budget to that, or shorten the micro-batch or the sequence");
-    line(Tier::kHost, host_need(nearest), budgets_.host_bytes,
-         budgets_.nvme_bytes > 0
-             ? "raise the host budget to that, or use bf16 moments"
-             : "raise the host budget to that, give directories on drives with --nvme, keep "
-               "optimizer shards on the device, or use bf16 moments");
+    line(Tier::kHost, host_need(nearest), budgets_.host_bytes, host_remedy());
     line(Tier::kNvme, nearest.train.nvme_bytes, budgets_.nvme_bytes,
          "raise limits.nvme to that, free space, or add a directory with --nvme");
     throw Error(ErrorCode::kDoesNotFit, text);
@@ -345,7 +359,8 @@ class Planner {
 
   PlacementPlan spend(PlacementPlan placement, bool weights_first) const {
     const auto weights = [&] {
-      if (wanted_.resident_blocks) return;
+      // An evaluation would upload them all the same, each once.
+      if (wanted_.resident_blocks || input_.evaluates_only) return;
       grow(placement, 1, params_, [&](PlacementPlan& p, int n) { set_resident(p, residency_, n); });
     };
     const auto shards = [&] {

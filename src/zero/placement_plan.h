@@ -15,11 +15,14 @@ struct Budgets {
   size_t nvme_bytes = 0;
 };
 
-// A placement with the training step that proves it fits.
+// A placement with the steps that prove it fits.
 struct PlannedStep {
   PlacementPlan placement;
-  StepPlan train;
+  StepPlan train;  // empty where PlanInput::evaluates_only
   StepPlan eval;
+
+  // What the engine is for. Every plan of an engine has its persistent buffers.
+  const StepPlan& main() const { return train.ops.empty() ? eval : train; }
 };
 
 // Chooses the home of every state under hard budgets: for every wave length and home of the block

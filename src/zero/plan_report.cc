@@ -10,7 +10,7 @@
 namespace orlop {
 namespace {
 
-const char* purpose(const PlanBuffer& buffer) {
+const char* purpose(const PlanInput& input, const PlanBuffer& buffer) {
   const bool host = buffer.tier == Tier::kHost;
   switch (buffer.kind) {
     case BufferKind::kParam:
@@ -29,7 +29,7 @@ const char* purpose(const PlanBuffer& buffer) {
     case BufferKind::kNormScratch:
       return "block workspace";
     case BufferKind::kState:
-      return "masters and moments";
+      return input.evaluates_only ? "weights" : "masters and moments";
     case BufferKind::kSwapSlot:
       return "states, between drive and update";
     case BufferKind::kSnapshot:
@@ -45,7 +45,7 @@ const char* purpose(const PlanBuffer& buffer) {
 }
 
 // Bytes per purpose at the moment when most of a tier is in use; the rest of its arena is gaps.
-std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
+std::vector<PlanLine> tier_lines(const PlanInput& input, const StepPlan& plan, Tier tier) {
   const size_t moments = plan.ops.size();
   std::vector<size_t> live(moments + 1, 0);
   for (const PlanBuffer& buffer : plan.buffers) {
@@ -58,7 +58,7 @@ std::vector<PlanLine> tier_lines(const StepPlan& plan, Tier tier) {
   size_t sum = 0;
   for (const PlanBuffer& buffer : plan.buffers) {
     if (buffer.tier != tier || buffer.first_op > peak || buffer.last_op < peak) continue;
-    bytes[purpose(buffer)] += buffer.bytes;
+    bytes[purpose(input, buffer)] += buffer.bytes;
     sum += buffer.bytes;
   }
   if (plan.arena_bytes(tier) > sum) bytes["gaps"] = plan.arena_bytes(tier) - sum;
@@ -97,7 +97,8 @@ void count_homes(const PlanInput& input, const PlacementPlan& placement, PlanRep
 PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const Budgets& budgets,
                        const HardwareProfile& profile) {
   PlanReport report;
-  const StepPlan& plan = planned.train;
+  const StepPlan& plan = planned.main();
+  report.evaluates_only = input.evaluates_only;
   report.parameters = input.layout.trainable_numel();
   report.ranks = input.world_size;
   report.tokens_per_step = input.shape.rows * input.micro_batches * input.world_size;
@@ -114,12 +115,12 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
     (writes ? report.nvme_written_bytes : report.nvme_read_bytes) += op.swap_bytes;
   }
   count_homes(input, planned.placement, report);
-  report.lines = tier_lines(plan, Tier::kDevice);
+  report.lines = tier_lines(input, plan, Tier::kDevice);
   if (input.device_fixed_bytes > 0) {
     report.lines.push_back(
         {Tier::kDevice, "device context and matmul workspace", input.device_fixed_bytes});
   }
-  const std::vector<PlanLine> host = tier_lines(plan, Tier::kHost);
+  const std::vector<PlanLine> host = tier_lines(input, plan, Tier::kHost);
   report.lines.insert(report.lines.end(), host.begin(), host.end());
   for (const auto& [what, bytes] :
        {std::pair("masters and moments", plan.nvme_bytes - plan.nvme_input_bytes),
@@ -160,17 +161,23 @@ std::string PlanReport::to_text() const {
   const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
                                              static_cast<double>(state_bytes)
                                        : 0.0;
-  text += fmt::format("  device {} of {} ({:.1f} % of the {} of optimizer states), host {} of {}\n",
+  text += fmt::format("  device {} of {} ({:.1f} % of the {} of {}), host {} of {}\n",
                       format_bytes(device_peak_bytes), format_bytes(device_budget_bytes), share,
-                      format_bytes(state_bytes), format_bytes(host_bytes),
-                      format_bytes(host_budget_bytes));
-  text += fmt::format(
-      "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
-      "block inputs on {}\n",
-      resident_blocks, blocks, device_optimizer_blocks,
-      updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
-      waves == 1 ? "" : "s",
-      activations == Tier::kNvme ? "drives" : fmt::format("the {}", tier_name(activations)));
+                      format_bytes(state_bytes), evaluates_only ? "weights" : "optimizer states",
+                      format_bytes(host_bytes), format_bytes(host_budget_bytes));
+  if (evaluates_only) {
+    text +=
+        fmt::format("  {} of {} parameter groups resident, {} on the device alone; prefetch {}\n",
+                    resident_blocks, blocks, device_optimizer_blocks, prefetch_depth);
+  } else {
+    text += fmt::format(
+        "  {} of {} parameter groups resident, {} updated on the device{}; prefetch {}, {} wave{}, "
+        "block inputs on {}\n",
+        resident_blocks, blocks, device_optimizer_blocks,
+        updates_in_backward ? ", updates inside backward" : "", prefetch_depth, waves,
+        waves == 1 ? "" : "s",
+        activations == Tier::kNvme ? "drives" : fmt::format("the {}", tier_name(activations)));
+  }
   if (nvme_bytes > 0) {
     text += fmt::format(
         "  nvme {} of {}: optimizer states of {} parameter groups ({:.1f} % of all), weights of {} "
@@ -184,9 +191,10 @@ std::string PlanReport::to_text() const {
                         format_bytes(line.bytes));
   }
   text += fmt::format(
-      "  step {:.3f} s predicted: {:.0f} tokens/s; host update {:.3f} s\n  predicted from {}\n",
-      step_seconds, step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
-      optimizer_seconds,
+      "  {} {:.3f} s predicted: {:.0f} tokens/s{}\n  predicted from {}\n",
+      evaluates_only ? "evaluation" : "step", step_seconds,
+      step_seconds > 0 ? static_cast<double>(tokens_per_step) / step_seconds : 0.0,
+      evaluates_only ? "" : fmt::format("; host update {:.3f} s", optimizer_seconds),
       time_is_measured ? profile
                        : "typical figures; `orlop doctor --measure` finds this machine's");
   for (const PlanLane& lane : lanes) {
@@ -195,6 +203,7 @@ std::string PlanReport::to_text() const {
       text += fmt::format(", compute waits {:.3f} s for it", lane.stall_seconds);
     text += '\n';
   }
+  if (evaluates_only) return text;
   text += fmt::format(
       "  save      {} in {:.1f} s in the background, of which steps are delayed by {:.1f} s\n",
       format_bytes(save_bytes), save_seconds, save_stall_seconds);
@@ -204,6 +213,7 @@ std::string PlanReport::to_text() const {
 std::string PlanReport::to_json() const {
   nlohmann::json document = {{"model", model},
                              {"device", device},
+                             {"evaluates_only", evaluates_only},
                              {"parameters", parameters},
                              {"ranks", ranks},
                              {"tokens_per_step", tokens_per_step},

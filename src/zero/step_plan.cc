@@ -43,6 +43,7 @@ size_t PlanInput::shard_param_bytes(int param) const {
 size_t PlanInput::rounded_grad_bytes(int param) const { return shard_param_bytes(param); }
 
 size_t PlanInput::state_bytes_per_element() const {
+  if (evaluates_only) return dtype_bytes(compute_dtype);
   const size_t master = compute_dtype == DType::kF16 ? 6 : 4;  // fp16: fp32 master and fp16 copy
   return master + 2 * dtype_bytes(moment_dtype);
 }

@@ -22,6 +22,9 @@ struct PlanInput {
   int world_size = 1;
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
+  // No step trains: the states of a FlatParam are its compute copy alone, and there are neither
+  // gradients nor updates. With it micro_batches is 1.
+  bool evaluates_only = false;
   BatchShape shape;  // of one micro-batch
   int64_t hidden = 0;
   int micro_batches = 1;                         // per optimizer step
@@ -46,7 +49,8 @@ struct PlanInput {
   size_t grad_bytes(int param) const;          // fp32, of all parts
   size_t shard_param_bytes(int param) const;   // compute copy of one part
   size_t rounded_grad_bytes(int param) const;  // of one part: what the optimizer reads
-  size_t state_bytes(int param) const;  // of one part: masters and moments, compute copy included
+  // Of one part: masters and moments, compute copy included, or that alone.
+  size_t state_bytes(int param) const;
   size_t state_bytes_per_element() const;
   size_t saved_bytes(int param) const;  // of one part: masters in fp32 and moments: in a checkpoint
 };
@@ -164,7 +168,7 @@ enum class BufferKind : uint8_t {
   kBatch,  // micro_batch; in the host tier: staging
   kLoss,   // micro_batch
   kState,  // param: master planes and moments, where its Adam runs; of one on drives the rest
-           // planes of the chunks that stay in host memory
+           // planes of the chunks that stay in host memory; of an evaluation the compute copy
   kRope,
   kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
   kSnapshot,  // of states, while a save is running
@@ -217,7 +221,7 @@ struct StepPlan {
   std::vector<PlanBuffer> buffers;
   // Persistent buffers that every plan of an engine has.
   int rope = -1;
-  int norm_sums = -1;
+  int norm_sums = -1;  // or none
   int scalars = -1;
   int host_scalars = -1;
   int snapshot = -1;            // or none

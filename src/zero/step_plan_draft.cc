@@ -11,9 +11,12 @@ namespace orlop {
 StepPlanDraft::StepPlanDraft(const PlanInput& plan_input, const PlacementPlan& plan_placement)
     : input(plan_input), placement(plan_placement), params_(plan_input.layout.flat_params.size()) {
   plan.rope = add_buffer(BufferKind::kRope, input.rope_bytes, Tier::kDevice, true);
-  plan.norm_sums = add_buffer(
-      BufferKind::kNormSums, static_cast<size_t>(input.world_size) * norm_row_bytes(params_.size()),
-      Tier::kDevice, true);
+  if (!input.evaluates_only) {
+    plan.norm_sums =
+        add_buffer(BufferKind::kNormSums,
+                   static_cast<size_t>(input.world_size) * norm_row_bytes(params_.size()),
+                   Tier::kDevice, true);
+  }
   plan.scalars = add_buffer(BufferKind::kScalars, kGatesOffset, Tier::kDevice, true);
   plan.host_scalars =
       add_buffer(BufferKind::kScalars,
@@ -61,6 +64,7 @@ void StepPlanDraft::add_host_share(int index) {
 }
 
 void StepPlanDraft::add_scalar_buffers(int index, Tier tier) {
+  if (input.evaluates_only) return;
   Param& of = param(index);
   if (input.updates_wait_for_norm) {
     of.rounded = add_param_buffer(BufferKind::kRoundedGrad, index, input.rounded_grad_bytes(index),

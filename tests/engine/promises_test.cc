@@ -102,6 +102,32 @@ INSTANTIATE_TEST_SUITE_P(, PlannedMemory,
                                            RunKind{5, 0}, RunKind{2, 1, true}, RunKind{-1, 1},
                                            RunKind{-1, 0}, RunKind{-2, 1}));
 
+// Weights alone, in host memory or on the device: 2 bytes per parameter, and what one pass needs.
+TEST(PlannedMemoryOfAnEvaluation, IsTheWeights) {
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
+  const TempFolder folder;
+  TinyShape shape;
+  shape.hidden = 1024;
+  shape.intermediate = 2816;
+  shape.heads = 8;
+  shape.layers = 8;
+  std::filesystem::create_directory(folder / "large");
+  write_tiny_model(folder / "large", TinyFamily::kLlama, shape);
+  std::filesystem::create_directory(folder / "tiny");
+  write_tiny_model(folder / "tiny", TinyFamily::kLlama);
+  const auto weights =
+      static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors")) / 2;
+  for (const char* const on_device : {"0", "5"}) {
+    const MeasuredPeak large = measure("memory-eval", (folder / "large").string(), {on_device});
+    const MeasuredPeak tiny = measure("memory-eval", (folder / "tiny").string(), {on_device});
+    const double taken = large.peak - tiny.peak;
+    std::printf("%s blocks on the device: weights %.1f MiB, %.1f MiB planned, %.1f MiB taken\n",
+                on_device, weights / 1048576, large.planned / 1048576, taken / 1048576);
+    EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
+    EXPECT_LE(large.planned, weights * (1 + 4 / 8.0)) << "three layers are fetched at once";
+  }
+}
+
 // Ranks of one machine hold every state once between them, each its part, also while they read the
 // weights: no rank has the whole model in memory at any moment, and each byte of the file is read
 // once.

@@ -15,6 +15,10 @@
 //   train_worker memory-tight MODEL RUN_DIR SHARE    the same with the least device memory and host
 //                                                    memory of SHARE of the states, the rest in a
 //                                                    swap directory
+//   train_worker memory-eval MODEL RUN_DIR DEVICE_BLOCKS
+//                                                    opens the weights of MODEL to evaluate only,
+//                                                    those of so many blocks on the device alone,
+//                                                    and evaluates twice; prints as memory does
 //   train_worker memory-ranks MODEL RANKS            opens the weights of MODEL on so many threads
 //                                                    that are ranks, and trains two steps; prints
 //                                                    "peak", its peak resident bytes, the plans',
@@ -77,14 +81,18 @@ void train_on_a_drive(const std::string& model, const std::string& swap_dir,
   }
 }
 
+void print_peak(const Engine& engine) {
+  std::cout << "peak " << peak_resident_bytes() << ' '
+            << engine.plan().host_bytes + engine.plan().device_peak_bytes << std::endl;
+}
+
 void run_and_print_peak(const std::string& model, const std::string& run_dir,
                         const EngineConfig& config) {
   const auto engine = Engine::open(model, config);
   for (int64_t step = 1; step <= 2; ++step) engine->step(batches_of_step(config, 61, step));
   engine->save_checkpoint(run_dir, "", 1);
   engine->load_checkpoint(Engine::latest_checkpoint(run_dir));
-  std::cout << "peak " << peak_resident_bytes() << ' '
-            << engine->plan().host_bytes + engine->plan().device_peak_bytes << std::endl;
+  print_peak(*engine);
 }
 
 EngineConfig memory_config(const std::string& model) {
@@ -106,6 +114,16 @@ void measure_memory(const std::string& model, const std::string& run_dir, int de
   }
   config.optimizer.max_grad_norm = clip;
   run_and_print_peak(model, run_dir, config);
+}
+
+void measure_memory_of_evaluation(const std::string& model, int device_blocks) {
+  EngineConfig config = memory_config(model);
+  config.evaluate_only = true;
+  config.placement.resident_blocks = 0;
+  config.placement.device_optimizer_blocks = device_blocks;
+  const auto engine = Engine::open(model, config);
+  for (int64_t step = 1; step <= 2; ++step) engine->evaluate(batches_of_step(config, 61, step));
+  print_peak(*engine);
 }
 
 void measure_tight_memory(const std::string& model, const std::string& run_dir, double share) {
@@ -162,13 +180,15 @@ int main(int argc, char** argv) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
     } else if (mode == "memory-tight" && argc == 5) {
       orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
+    } else if (mode == "memory-eval" && argc == 5) {
+      orlop::test::measure_memory_of_evaluation(argv[2], std::atoi(argv[4]));
     } else if (mode == "memory-ranks" && argc == 4) {
       orlop::test::measure_memory_of_ranks(argv[2], std::atoi(argv[3]));
     } else {
       std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
                    "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
-                   "DEVICE_BLOCKS CLIP | memory-tight MODEL RUN_DIR SHARE | memory-ranks MODEL "
-                   "RANKS\n";
+                   "DEVICE_BLOCKS CLIP | memory-eval MODEL RUN_DIR DEVICE_BLOCKS | memory-tight "
+                   "MODEL RUN_DIR SHARE | memory-ranks MODEL RANKS\n";
       return 2;
     }
   } catch (const std::exception& error) {

@@ -52,6 +52,27 @@ TEST(ParamStates, ComputeCopyOfBf16RoundsHalfUp) {
   EXPECT_EQ(copy, 0x3f81);
 }
 
+// The compute copy alone has the bits of the one beside a master.
+TEST(ParamStates, CopyAloneTakesAMasterRounded) {
+  std::vector<float> values = random_floats(4096);
+  values[7] = std::bit_cast<float>(0x3f808000u);  // a tie in bf16
+  values[8] = 1.0f + 0x1p-11f;                    // and in fp16
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    const StatePlanes whole = state_planes(4096, dtype, DType::kF32);
+    const StatePlanes alone = state_planes(4096, dtype, DType::kF32, true);
+    ASSERT_EQ(alone.bytes(), 4096u * dtype_bytes(dtype));
+    std::vector<std::byte> states(whole.bytes());
+    std::vector<std::byte> copy(alone.bytes());
+    write_plane(whole, state_address(whole, states.data()), Plane::kMaster, 0, values);
+    const StateAddress address = state_address(alone, copy.data());
+    write_plane(alone, address, Plane::kMaster, 0, values);
+    EXPECT_EQ(std::memcmp(copy.data(), states.data(), copy.size()), 0) << dtype_name(dtype);
+    EXPECT_EQ(plane_parts(alone, address, Plane::kMaster).size(), 1u);
+    EXPECT_THROW(write_plane(alone, address, Plane::kExpAvg, 0, values), Error);
+    EXPECT_THROW(read_plane(alone, address, Plane::kMaster, 0, values), Error);
+  }
+}
+
 TEST(ParamStates, DecayRunsCoverTheFlatParam) {
   FlatParamLayout flat;
   flat.numel = 512;

@@ -43,10 +43,13 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_from_args(args)
     config.require("model", "data")
+    native = engine_config(config, 1)
+    # Only an engine that trains can have weights on drives.
+    native.evaluate_only = not config.nvme
     with tempfile.TemporaryDirectory(prefix="orlop-eval-") as folder:
         data = prepare(config.data, Path(folder), config.model, config.train_on, config.chat_template)
         batches = micro_batches(config, data)
-        with _orlop.Engine.open(config.model, engine_config(config, 1)) as engine:
+        with _orlop.Engine.open(config.model, native) as engine:
             if args.checkpoint:
                 engine.load_checkpoint(args.checkpoint)
             loss = evaluate(engine, batches, config.accum)
