@@ -22,6 +22,7 @@ class DeviceStates:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._scratch: torch.Tensor | None = None  # of updates, which are in order
+        self.unmeasured: dict = {}  # homes with gradients whose squares nobody has summed, in order
         self._rows = 0
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
@@ -50,7 +51,7 @@ class DeviceStates:
         return self._rows - 1
 
     def square_sums(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
-        """Issues the sums of squares of gradients (numel each), in the order that the host has."""
+        """Issues the sums of squares of dense gradients, in the order that the host has."""
         if self._sums is None or self._sums.shape[0] < self._rows:
             sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
             if self._sums is not None:
@@ -110,4 +111,5 @@ class DeviceStates:
     def clear(self) -> None:
         """Waits for the updates; all rows are free again."""
         self.synchronize()
+        self.unmeasured.clear()
         self._rows, self._sums, self._read = 0, None, None

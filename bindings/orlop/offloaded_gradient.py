@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from . import errors
@@ -73,7 +71,7 @@ class OffloadedGradient(torch.Tensor):
         gradient = torch.Tensor._make_subclass(OffloadedGradient, slot.stand_in_of)
         # Weak, since autograd's reference from the parameter to its gradient is hidden from Python's
         # collector: a strong one would keep parameter and optimizer alive for ever.
-        gradient._slot_reference = weakref.ref(slot)
+        gradient._slot_reference = slot.reference
         return gradient
 
     @property

@@ -53,7 +53,7 @@ class HostStates:
     is_available = True
 
     def __init__(self):
-        self.rows, self.sums, self.issued = 0, {}, []
+        self.rows, self.sums, self.issued, self.unmeasured = 0, {}, [], {}
         self.updated = 0  # parameters
         self._native = _orlop.TensorOptimizer(1)
 
