@@ -38,6 +38,7 @@ class Slot:
         self.measures = True
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
+        self.made: OffloadedGradient | None = None  # the last stand-in, in use or not
         self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
         self.waits = False  # for the rest of its unit: backward has written `p.grad`
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
