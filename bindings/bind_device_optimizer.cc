@@ -41,6 +41,16 @@ void adam_steps(const std::vector<AdamShard>& shards, const std::vector<AdamHype
   }
 }
 
+void copies(const std::vector<std::tuple<Address, Address, size_t>>& ranges, int device,
+            Address stream, Address behind) {
+  std::vector<DeviceCopy> copies;
+  copies.reserve(ranges.size());
+  for (const auto& [to, from, bytes] : ranges) {
+    copies.push_back({pointer<void>(to), pointer<const void>(from), bytes});
+  }
+  device_copies(copies, {device, pointer<void>(stream)}, pointer<void>(behind));
+}
+
 }  // namespace
 
 void bind_device_optimizer(py::module_& module) {
@@ -58,6 +68,10 @@ void bind_device_optimizer(py::module_& module) {
              "Issues the sums of squares of gradients (address, dtype, numel). `results` is device "
              "memory, 16 bytes a row: an fp64 sum and the int64 index of the first NaN or Inf, or "
              "-1; `rows` tells the row of each.");
+  module.def("device_copies", &copies, py::arg("copies"), py::arg("device"), py::arg("stream"),
+             py::arg("behind"), Release(),
+             "Issues copies (to, from, bytes) between device and host memory on `stream`, behind "
+             "what the stream `behind` was given so far.");
   module.def("adam_step", &adam_step, py::arg("shard"), py::arg("hyper"), py::arg("grad_scale"),
              py::arg("threads"), Release(), "One Adam step over planes in host memory.");
 

@@ -69,4 +69,9 @@ void orlop_cuda_square_sum(const void* values, orlop::DType dtype, int64_t numel
                            const orlop::DeviceStream* stream);
 using OrlopCudaSquareSum = void (*)(const void*, orlop::DType, int64_t, orlop::DeviceSquareSum*,
                                     void*, const orlop::DeviceStream*);
+
+void orlop_cuda_copies(const orlop::DeviceCopy* copies, size_t count,
+                       const orlop::DeviceStream* stream, void* behind);
+using OrlopCudaCopies = void (*)(const orlop::DeviceCopy*, size_t, const orlop::DeviceStream*,
+                                 void*);
 }

@@ -4,6 +4,7 @@
 #include "base/check.h"
 #include "cpu_adam/adam.h"
 #include "gpu/cuda_backend_api.h"
+#include "gpu/cuda_event.h"
 #include "gpu/device_scope.h"
 #include "gpu/kernels/kernels.h"
 #include "orlop/device_optimizer.h"
@@ -47,5 +48,21 @@ ORLOP_EXPORT void orlop_cuda_square_sum(const void* values, DType dtype, int64_t
                        .scratch = scratch,
                        .numel = numel},
                       static_cast<cudaStream_t>(stream->stream));
+}
+
+ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
+                                    const DeviceStream* stream, void* behind) {
+  const DeviceScope scope(stream->device);
+  auto* issued = static_cast<cudaStream_t>(stream->stream);
+  if (behind != stream->stream) {
+    const CudaEventHandle given(cudaEventDisableTiming);
+    ORLOP_CUDA(cudaEventRecord(given.get(), static_cast<cudaStream_t>(behind)));
+    ORLOP_CUDA(cudaStreamWaitEvent(issued, given.get(), 0));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const DeviceCopy& copy = copies[i];
+    if (copy.bytes == 0) continue;
+    ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, issued));
+  }
 }
 }

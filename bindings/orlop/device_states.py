@@ -14,6 +14,17 @@ _log = logging.getLogger("orlop")
 _ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
 
 
+@functools.cache
+def has_cuda_part() -> bool:
+    """Whether this build has what works on device memory itself; without it torch copies gradients."""
+    try:
+        _orlop.device_optimizer_scratch_bytes(0)
+    except RuntimeError as error:
+        _log.warning("optimizer states stay in host memory: %s", error)
+        return False
+    return True
+
+
 class DeviceStates:
     """Updates run on a stream of their own, behind what torch's current stream was given when they are issued, so
     that they hide under the next forward; norms run on torch's current stream."""
@@ -27,15 +38,10 @@ class DeviceStates:
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
 
-    @functools.cached_property
+    @property
     def is_available(self) -> bool:
         """Whether this build has the CUDA part that updates here."""
-        try:
-            _orlop.device_optimizer_scratch_bytes(0)
-        except RuntimeError as error:
-            _log.warning("optimizer states stay in host memory: %s", error)
-            return False
-        return True
+        return has_cuda_part()
 
     def make_place(self) -> None:
         """Before memory is taken for good: it comes to lie beside what torch's allocator has cached for what comes

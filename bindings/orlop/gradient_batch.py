@@ -87,6 +87,7 @@ class Collector:
         self._unit = None
         self._waiting: list = []
         self._task = -1  # graph task whose end is already asked for
+        self._link = None  # of what was taken in it
 
     def add(self, slot) -> None:
         unit, waiting = slot.unit, self._waiting
@@ -109,6 +110,8 @@ class Collector:
     def _end(self) -> None:
         self._task = -1
         self.flush()
+        if self._link is not None:
+            self._link.let_go()
 
     def flush(self) -> None:
         if not self._waiting:
@@ -116,6 +119,7 @@ class Collector:
         waiting, self._waiting, self._unit = self._waiting, [], None
         for slot in waiting:
             slot.waits = False
+        self._link = waiting[0].link
         if torch.is_grad_enabled():  # not in a backward, unless it makes a graph
             with torch.no_grad():
                 take(waiting)

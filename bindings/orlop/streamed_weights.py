@@ -133,6 +133,10 @@ class _Link:
             home.gradient.copy_(grad)
         return None
 
+    def let_go(self) -> None:
+        if self._inner is not None:
+            self._inner.let_go()
+
     def take_room(self, size: int) -> bool:
         return self._inner is not None and self._inner.take_room(size)
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "orlop/cpu_adam.h"
 #include "orlop/export.h"
@@ -22,6 +23,13 @@ struct DeviceSquareSum {
   int64_t first_nonfinite = -1;  // index of the first NaN or Inf, or -1
 };
 
+// One copy between device memory and host memory, in either direction.
+struct DeviceCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
+};
+
 // Device memory that either call below needs for `numel` elements, aligned to 256 bytes. It is in
 // use until the work on the stream has run.
 ORLOP_EXPORT size_t device_optimizer_scratch_bytes(int64_t numel);
@@ -36,5 +44,11 @@ ORLOP_EXPORT void device_adam_step(const AdamShard& shard, const AdamHyper& hype
 ORLOP_EXPORT void device_square_sum(const void* values, DType dtype, int64_t numel,
                                     DeviceSquareSum* result, void* scratch,
                                     const DeviceStream& stream);
+
+// Issues copies, in their order, behind what `behind`, a cudaStream_t of the same device, was given
+// so far. The call waits for those whose host memory is not pinned, and for no others. Throws
+// Error(kDevice).
+ORLOP_EXPORT void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream,
+                                void* behind);
 
 }  // namespace orlop

@@ -12,6 +12,7 @@ struct CudaOptimizer {
   OrlopCudaScratchBytes scratch_bytes = nullptr;
   OrlopCudaAdamStep adam_step = nullptr;
   OrlopCudaSquareSum square_sum = nullptr;
+  OrlopCudaCopies copies = nullptr;
   std::string error;
 };
 
@@ -21,6 +22,7 @@ CudaOptimizer load() {
   cuda.scratch_bytes = library.find<OrlopCudaScratchBytes>("orlop_cuda_scratch_bytes");
   cuda.adam_step = library.find<OrlopCudaAdamStep>("orlop_cuda_adam_step");
   cuda.square_sum = library.find<OrlopCudaSquareSum>("orlop_cuda_square_sum");
+  cuda.copies = library.find<OrlopCudaCopies>("orlop_cuda_copies");
   cuda.error = library.error();
   return cuda;
 }
@@ -47,6 +49,10 @@ void device_square_sum(const void* values, DType dtype, int64_t numel, DeviceSqu
                        void* scratch, const DeviceStream& stream) {
   check(numel >= 0, ErrorCode::kUsage, "device_square_sum: numel = {} is negative", numel);
   cuda().square_sum(values, dtype, numel, result, scratch, &stream);
+}
+
+void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream, void* behind) {
+  cuda().copies(copies.data(), copies.size(), &stream, behind);
 }
 
 }  // namespace orlop

@@ -134,7 +134,7 @@ class HostLink:
         self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
         self.up = None
         self.pending = []
-        self.uploads = self.offloads = 0
+        self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
 
     def pin(self, ranges):
@@ -154,6 +154,9 @@ class HostLink:
         self.offloads += len(grads)
         self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last
+
+    def let_go(self):
+        self.let_go_at = self.offloads
 
     def take_room(self, size):
         return self.room.take(size)
