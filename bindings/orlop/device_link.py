@@ -119,23 +119,26 @@ class DeviceLink:
         newest = max(homes, key=lambda home: home.job)  # jobs run in order
         if newest.job and not self._wait_on_device(self.down, newest, newest.job):
             newest.native.wait([newest.index])
-        self._copy(self.down, [home.gradient for home in homes], grads)
+        current = torch.cuda.current_stream(self.device)
+        self._copy(self.down, [home.gradient for home in homes], grads, current)
         arrival = torch.cuda.Event(blocking=True)
         arrival.record(self.down)
         self._leaving.append((arrival, size, list(grads)))
         return arrival
 
-    def _copy(self, stream: torch.cuda.Stream, into: list, tensors: list) -> None:
-        """Copies tensors of one layout on `stream`, behind what torch's current stream was given so far; this thread
-        waits where their host memory is not pinned."""
-        current = torch.cuda.current_stream(self.device)
+    def _copy(self, stream, into: list, tensors: list, behind) -> None:
+        """Copies dense tensors, whose memory has the same order, on `stream`, behind what the stream `behind` was
+        given so far; this thread waits where their host memory is not pinned."""
         if has_cuda_part():
             copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in zip(into, tensors, strict=True)]
-            _orlop.device_copies(copies, self.device.index, stream.cuda_stream, current.cuda_stream)
+            _orlop.device_copies(copies, self.device.index, stream.cuda_stream, behind.cuda_stream)
             return
-        stream.wait_stream(current)
+        if behind is not stream:
+            stream.wait_stream(behind)
         with torch.cuda.stream(stream):
-            torch._foreach_copy_(into, tensors, non_blocking=self.is_pinned)
+            torch._foreach_copy_(
+                [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
+            )
 
     def _bound_leaving(self, size: int) -> None:
         """Device memory of gradients that wait for the host stays bounded."""
@@ -186,14 +189,15 @@ class DeviceLink:
         """Brings weights that were written in host memory."""
         flat(slot.param).copy_(slot.home.weights)
 
-    def upload(self, slot, version: int) -> None:
-        """Brings the new weights once their update has run; this thread does not wait for it."""
-        home = slot.home
-        self.wait_written(home, version)
-        with torch.cuda.stream(self.up):
-            flat(slot.param).copy_(home.weights, non_blocking=self.is_pinned)
-            slot.uploaded = torch.cuda.Event()
-            slot.uploaded.record(self.up)
+    def upload(self, slots: list, version: int) -> None:
+        """Brings the new weights of slots once the last of them is written, as `version` has it, in whose order they
+        are; this thread does not wait for it."""
+        self.wait_written(slots[-1].home, version)
+        self._copy(self.up, [slot.param for slot in slots], [slot.home.weights for slot in slots], self.up)
+        uploaded = torch.cuda.Event()
+        uploaded.record(self.up)
+        for slot in slots:
+            slot.uploaded = uploaded
 
     def bring(self, update, make_room, copy) -> torch.cuda.Event:
         """Calls `make_room` for memory of torch's current stream, and `copy` on the stream that brings weights up,

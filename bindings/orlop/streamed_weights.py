@@ -120,10 +120,12 @@ class _Link:
         self._manager().block_of[slot.param].stale = True
         self._manager().refresh()
 
-    def upload(self, slot, version) -> None:
-        """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
-        block = self._manager().block_of[slot.param]
-        block.stale, block.update = True, (slot.home, version)
+    def upload(self, slots, version) -> None:
+        """The homes are written by the update itself; a copy on the device is fetched again when it is needed."""
+        manager = self._manager()
+        for slot in slots:
+            block = manager.block_of[slot.param]
+            block.stale, block.update = True, (slot.home, version)
 
     def offload(self, grads, homes):
         if self._inner is not None:

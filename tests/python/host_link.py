@@ -177,21 +177,24 @@ class HostLink:
     def begin_updates(self):
         self.make_current_stream_wait()
 
-    def upload(self, slot, version):
-        home = slot.home
-        written = home.native.written_address(home.index)
+    def upload(self, slots, version):
+        last = slots[-1].home
+        written = last.native.written_address(last.index)
         assert any(begin <= written < begin + size for begin, size in self.ranges)
         gate = ctypes.c_uint32.from_address(written)
 
-        def copy():
+        def copy(homes=[slot.home for slot in slots]):
             while gate.value < version:
                 time.sleep(0.0005)
-            slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
+            for slot, home in zip(slots, homes, strict=True):
+                slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
 
         self.uploads += 1
-        slot.uploaded = threading.Thread(target=copy)
-        slot.uploaded.start()
-        self.pending.append(slot.uploaded)
+        uploaded = threading.Thread(target=copy)
+        uploaded.start()
+        for slot in slots:
+            slot.uploaded = uploaded
+        self.pending.append(uploaded)
 
     def bring(self, update, make_room, copy):
         make_room()
