@@ -1,4 +1,5 @@
-#include <algorithm>
+#include <span>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -12,11 +13,27 @@
 
 using namespace orlop;
 
+namespace {
+
+std::vector<kernels::SquareSumArgs> square_sum_args(std::span<const DeviceGradient> gradients) {
+  std::vector<kernels::SquareSumArgs> args;
+  args.reserve(gradients.size());
+  for (const DeviceGradient& gradient : gradients) {
+    args.push_back({.values = gradient.values,
+                    .dtype = gradient.dtype,
+                    .square_sum = &gradient.result->sum,
+                    .first_nonfinite = &gradient.result->first_nonfinite,
+                    .numel = gradient.numel});
+  }
+  return args;
+}
+
+}  // namespace
+
 extern "C" {
 
-ORLOP_EXPORT size_t orlop_cuda_scratch_bytes(int64_t numel) {
-  return std::max(align_up(sizeof(StepScalars), kDeviceAlignment),
-                  kernels::grad_norm_scratch_bytes(numel));
+ORLOP_EXPORT size_t orlop_cuda_adam_scratch_bytes() {
+  return align_up(sizeof(StepScalars), kDeviceAlignment);
 }
 
 ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* hyper,
@@ -37,17 +54,16 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
                        issued);
 }
 
-ORLOP_EXPORT void orlop_cuda_square_sum(const void* values, DType dtype, int64_t numel,
-                                        DeviceSquareSum* result, void* scratch,
-                                        const DeviceStream* stream) {
+ORLOP_EXPORT size_t orlop_cuda_square_sums_scratch_bytes(const DeviceGradient* gradients,
+                                                         size_t count) {
+  return kernels::square_sums_scratch_bytes(square_sum_args({gradients, count}));
+}
+
+ORLOP_EXPORT void orlop_cuda_square_sums(const DeviceGradient* gradients, size_t count,
+                                         void* scratch, const DeviceStream* stream) {
   const DeviceScope scope(stream->device);
-  kernels::square_sum({.values = values,
-                       .dtype = dtype,
-                       .square_sum = &result->sum,
-                       .first_nonfinite = &result->first_nonfinite,
-                       .scratch = scratch,
-                       .numel = numel},
-                      static_cast<cudaStream_t>(stream->stream));
+  kernels::square_sums(square_sum_args({gradients, count}), scratch,
+                       static_cast<cudaStream_t>(stream->stream));
 }
 
 ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,

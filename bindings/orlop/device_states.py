@@ -18,7 +18,7 @@ _ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
 def has_cuda_part() -> bool:
     """Whether this build has what works on device memory itself; without it torch copies gradients."""
     try:
-        _orlop.device_optimizer_scratch_bytes(0)
+        _orlop.device_adam_scratch_bytes()
     except RuntimeError as error:
         _log.warning("optimizer states stay in host memory: %s", error)
         return False
@@ -63,15 +63,14 @@ class DeviceStates:
             if self._sums is not None:
                 sums[: self._sums.shape[0]] = self._sums
             self._sums = sums
-        most = max(grad.numel() for grad in gradients)
-        scratch = torch.empty(
-            _orlop.device_optimizer_scratch_bytes(most), dtype=torch.uint8, device=self.device
+        sums = _orlop.DeviceSquareSums(
+            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients],
+            rows,
+            self._sums.data_ptr(),
         )
-        _orlop.device_square_sums(
-            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients], rows,
-            self._sums.data_ptr(), scratch.data_ptr(), self.device.index,
-            torch.cuda.current_stream(self.device).cuda_stream,
-        )  # fmt: skip
+        scratch = torch.empty(sums.scratch_bytes, dtype=torch.uint8, device=self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        sums.issue(scratch.data_ptr(), self.device.index, stream)
         self._read = None
 
     def read_sums(self) -> list[tuple[float, int]]:
@@ -93,7 +92,7 @@ class DeviceStates:
         """Issues the update of each shard with its gradient times `factor`; returns the event behind them."""
         with torch.cuda.stream(self.stream):
             if self._scratch is None:
-                size = _orlop.device_optimizer_scratch_bytes(0)
+                size = _orlop.device_adam_scratch_bytes()
                 self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
             _orlop.device_adam_steps(
                 shards, hypers, factor, self._scratch.data_ptr(), self.device.index, self.stream.cuda_stream
