@@ -129,6 +129,8 @@ class DeviceLink:
     def _copy(self, stream, into: list, tensors: list, behind) -> None:
         """Copies dense tensors, whose memory has the same order, on `stream`, behind what the stream `behind` was
         given so far; this thread waits where their host memory is not pinned."""
+        if not into:
+            return
         if has_cuda_part():
             copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in zip(into, tensors, strict=True)]
             _orlop.device_copies(copies, self.device.index, stream.cuda_stream, behind.cuda_stream)
@@ -199,17 +201,16 @@ class DeviceLink:
         for slot in slots:
             slot.uploaded = uploaded
 
-    def bring(self, update, make_room, copy) -> torch.cuda.Event:
-        """Calls `make_room` for memory of torch's current stream, and `copy` on the stream that brings weights up,
-        behind `update`, a home and its version; returns the event behind it."""
-        self.up.wait_stream(torch.cuda.current_stream(self.device))
-        make_room()
+    def bring(self, update, make_room) -> torch.cuda.Event:
+        """Calls `make_room`, which takes memory of torch's current stream and returns tensors there and their homes,
+        and copies them on the stream that brings weights up, behind `update`, a home and its version; returns the
+        event behind it."""
+        into, homes = make_room()
         if update is not None:
             self.wait_written(*update)
-        with torch.cuda.stream(self.up):
-            copy()
-            arrived = torch.cuda.Event()
-            arrived.record(self.up)
+        self._copy(self.up, into, homes, torch.cuda.current_stream(self.device))
+        arrived = torch.cuda.Event()
+        arrived.record(self.up)
         return arrived
 
     def wait_written(self, home, version: int) -> None:

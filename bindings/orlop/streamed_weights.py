@@ -103,6 +103,13 @@ class Block:
         self.callers: set[int] = set()  # blocks whose forward calls it
         self.holds = 0  # gathered() sections, and those whose graph may still read it
 
+    def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Room for the weights: where they go (numel), and the homes (numel) that they come from."""
+        for entry in self.entries:
+            entry.open()
+        away = [entry for entry in self.entries if entry.host is not None]
+        return [entry.flat for entry in away], [entry.host for entry in away]
+
 
 class _Link:
     """What an optimizer's slot asks of its link, for weights that are fetched by their block instead."""
@@ -209,35 +216,19 @@ class StreamedWeights:
         self.fetches += 1
         link = self.device_link
         if link is not None:
-            block.arrived = link.bring(
-                block.update,
-                lambda: [entry.open() for entry in block.entries],
-                lambda: self._copy_home(block, link.is_pinned),
-            )
+            block.arrived = link.bring(block.update, block.open)
         else:
             for entry in block.entries:
                 entry.wait()
-                entry.open()
-            self._copy_home(block, False)
+            with torch.no_grad():
+                for into, home in zip(*block.open(), strict=True):
+                    into.copy_(home)
         if not block.here:
             self._here += 1
             self.peak_blocks = max(self.peak_blocks, self._here)
             if not block.resident:
                 self._visiting[block.index] = block
         block.here, block.stale = True, False
-
-    @staticmethod
-    def _copy_home(block: Block, is_pinned: bool) -> None:
-        """One call for the whole block. `is_pinned`: the homes that an optimizer keeps are."""
-        away = [entry for entry in block.entries if entry.host is not None]
-        if not away:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [entry.flat for entry in away],
-                [entry.host for entry in away],
-                non_blocking=is_pinned and all(entry.slot is not None for entry in away),
-            )
 
     def fetch_resident(self) -> None:
         """After an update was submitted: blocks that stay take their new weights as they are written, in the

@@ -196,12 +196,12 @@ class HostLink:
             slot.uploaded = uploaded
         self.pending.append(uploaded)
 
-    def bring(self, update, make_room, copy):
-        make_room()
+    def bring(self, update, make_room):
+        into, homes = make_room()
         if update is not None:
             home, _ = update
             home.native.wait([home.index])
-        return Updated(copy)
+        return Updated((lambda: torch._foreach_copy_(into, homes)) if into else None)
 
     def wait_upload(self, slot):
         for thread in self.pending:
