@@ -2,7 +2,7 @@
 
     PYTHONPATH=build/python python bench/bench_doors.py                    # Llama of 3.02 B parameters on one GPU
     PYTHONPATH=build/python python bench/bench_doors.py --shape tiny --device cpu --steps 5
-    PYTHONPATH=build/python python bench/bench_doors.py --parts compute,door2 --micro-batches 1
+    PYTHONPATH=build/python python bench/bench_doors.py --parts compute,door2 --micro-batches 2 --sequences 16
 
 Parts, each on its own model of the same seed and shape, which is gone before the next one begins:
     compute  forward and backward alone, weights resident, no optimizer: what the others are compared with
@@ -129,6 +129,7 @@ class Bench:
         self.options = options
         self.device = torch.device(options.device)
         self.sequences, self.length = TOKENS[options.shape]
+        self.sequences = options.sequences or self.sequences
         self.host = Host()
         self.hooks = HookClock()
         self.results: list[dict] = []
@@ -318,6 +319,7 @@ def parse(arguments) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", default=",".join(PARTS), help="in this order; compute gives the ratios")
     parser.add_argument("--micro-batches", default="1,4", help="of a step; one measurement for each")
+    parser.add_argument("--sequences", type=int, help="of a micro-batch; 8 for l3")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first that counts")
     parser.add_argument("--limit", default="24GiB", help="limits.gpu of door2")

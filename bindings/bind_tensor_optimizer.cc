@@ -24,6 +24,11 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// The view was made of memory that Python may write.
+std::span<float> elements(const GradientView& sum) {
+  return {static_cast<float*>(const_cast<void*>(sum.data)), static_cast<size_t>(sum.numel)};
+}
+
 Fence make_fence(Address wait, Address handle) {
   return {reinterpret_cast<int (*)(void*)>(wait), pointer<void>(handle)};
 }
@@ -83,21 +88,15 @@ class OptimizerHandle {
     return version;
   }
 
-  uint32_t accumulate(int64_t tensor, const GradientView& sum, bool add, Address wait,
+  uint32_t accumulate(int64_t tensor, const GradientView& sum, bool add, bool last, Address wait,
                       Address handle, const py::object& owner) {
-    // The view was made of memory that Python may write.
-    auto* data = static_cast<float*>(const_cast<void*>(sum.data));
     return keep(owner, [&] {
-      return get().accumulate(tensor, {data, static_cast<size_t>(sum.numel)}, add,
-                              make_fence(wait, handle));
+      return get().accumulate(tensor, elements(sum), add, last, make_fence(wait, handle));
     });
   }
 
   uint32_t round_sum(int64_t tensor, const GradientView& sum, const py::object& owner) {
-    const auto* data = static_cast<const float*>(sum.data);
-    return keep(owner, [&] {
-      return get().round_sum(tensor, {data, static_cast<size_t>(sum.numel)});
-    });
+    return keep(owner, [&] { return get().round_sum(tensor, elements(sum)); });
   }
 
   uint32_t measure(const std::vector<int64_t>& tensors, Address wait, Address handle,
@@ -282,9 +281,10 @@ void bind_tensor_optimizer(py::module_& module) {
            py::arg("step"), py::arg("gradients"),
            "Submits updates; `gradients` are referenced until synchronize().")
       .def("accumulate", &OptimizerHandle::accumulate, py::arg("tensor"), py::arg("sum"),
-           py::arg("add"), py::arg("wait") = 0, py::arg("handle") = 0,
+           py::arg("add"), py::arg("last") = false, py::arg("wait") = 0, py::arg("handle") = 0,
            py::arg("owner") = py::none(),
-           "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")
+           "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize(). `last`: "
+           "round_sum() as well, in the same pass.")
       .def("round_sum", &OptimizerHandle::round_sum, py::arg("tensor"), py::arg("sum"),
            py::arg("owner"),
            "`sum` is the view of an F32 tensor; `owner` is referenced until synchronize().")

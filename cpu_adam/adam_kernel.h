@@ -66,9 +66,17 @@ inline constexpr int kNormLanes = 16;
 // finite exactly when every gradient is: the square of the largest fp32 is far from fp64's end.
 using SquareSumKernel = double (*)(const void* grad, int64_t numel);
 
+// sum = grad, or sum += grad.
+using AccumulateKernel = void (*)(const void* grad, float* sum, int64_t numel);
+// grad = sum, rounded to nearest even; a NaN becomes a quiet one.
+using RoundKernel = void (*)(const float* sum, void* grad, int64_t numel);
+
 struct CpuKernels {
   AdamKernel adam[kMasterLayouts][kMomentFormats][kGradFormats];
   SquareSumKernel square_sum[kGradFormats];
+  AccumulateKernel start_sum[kGradFormats];
+  AccumulateKernel add_to_sum[kGradFormats];
+  RoundKernel round_sum[kGradFormats];
 };
 
 extern const CpuKernels kScalarKernels;

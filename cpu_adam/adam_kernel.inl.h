@@ -1,6 +1,7 @@
-// The update and the sum of squares, written once for every instruction set. A file of an
-// instruction set defines `Lanes` in its unnamed namespace and includes this text inside that same
-// namespace, so that each set has a copy of its own that no linker can swap for another's.
+// The update, the sum of squares and the sums of micro-batches' gradients, written once for every
+// instruction set. A file of an instruction set defines `Lanes` in its unnamed namespace and
+// includes this text inside that same namespace, so that each set has a copy of its own that no
+// linker can swap for another's.
 //
 // Lanes:
 //   kWidth, Float, Bits     kWidth fp32 lanes / uint32 lanes; arithmetic by the built-in operators
@@ -29,6 +30,9 @@ typename L::Bits random_bits(typename L::Bits index_low, const AdamRngKey& key) 
   x ^= x >> 15;
   return x;
 }
+
+template <GradFormat kGrad>
+constexpr int64_t kGradBytes = kGrad == kGradF32 ? 4 : 2;
 
 template <class L, GradFormat kGrad>
 typename L::Float load_grad(const void* grad, int64_t i) {
@@ -141,7 +145,6 @@ void update_tail(const AdamChunk& chunk, const AdamConstants& constants, int64_t
   constexpr int kMaxBytes = 4 * L::kWidth;
   alignas(64) unsigned char planes[6][kMaxBytes] = {};
   constexpr int64_t kMomentBytes = kMoment == kMomentF32 ? 4 : 2;
-  constexpr int64_t kGradBytes = kGrad == kGradF32 ? 4 : 2;
   struct Plane {
     void* data;
     int64_t element_bytes;
@@ -163,8 +166,9 @@ void update_tail(const AdamChunk& chunk, const AdamConstants& constants, int64_t
     if (written[k].data == nullptr) continue;
     __builtin_memcpy(planes[k], at(written[k]), bytes(written[k].element_bytes));
   }
-  __builtin_memcpy(planes[5], static_cast<const unsigned char*>(chunk.grad) + begin * kGradBytes,
-                   bytes(kGradBytes));
+  __builtin_memcpy(planes[5],
+                   static_cast<const unsigned char*>(chunk.grad) + begin * kGradBytes<kGrad>,
+                   bytes(kGradBytes<kGrad>));
 
   AdamChunk padded = chunk;
   padded.param = planes[0];
@@ -211,13 +215,13 @@ double square_sum(const void* grad, int64_t numel) {
                      sums + part * (L::kWidth / L::kDoubleWidth));
     }
   };
-  constexpr int64_t kGradBytes = kGrad == kGradF32 ? 4 : 2;
   const auto* bytes = static_cast<const unsigned char*>(grad);
   int64_t i = 0;
-  for (; i + kNormLanes <= numel; i += kNormLanes) add_row(bytes + i * kGradBytes);
+  for (; i + kNormLanes <= numel; i += kNormLanes) add_row(bytes + i * kGradBytes<kGrad>);
   if (i < numel) {  // zeros change no sum
     alignas(64) unsigned char padded[4 * kNormLanes] = {};
-    __builtin_memcpy(padded, bytes + i * kGradBytes, static_cast<size_t>((numel - i) * kGradBytes));
+    __builtin_memcpy(padded, bytes + i * kGradBytes<kGrad>,
+                     static_cast<size_t>((numel - i) * kGradBytes<kGrad>));
     add_row(padded);
   }
   double lanes[kNormLanes];
@@ -226,6 +230,59 @@ double square_sum(const void* grad, int64_t numel) {
     for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   }
   return lanes[0];
+}
+
+template <class L, GradFormat kGrad>
+void store_grad(void* grad, int64_t i, typename L::Float value) {
+  if constexpr (kGrad == kGradF32) {
+    L::store(static_cast<float*>(grad) + i, value);
+  } else if constexpr (kGrad == kGradBf16) {
+    const typename L::Bits bits = L::quiet_bits(value);
+    const typename L::Bits odd = (bits >> 16) & L::broadcast(1u);
+    L::store_u16(static_cast<uint16_t*>(grad) + i, (bits + L::broadcast(0x7fffu) + odd) >> 16);
+  } else {
+    L::store_fp16(static_cast<uint16_t*>(grad) + i, value);
+  }
+}
+
+// Calls `vector(in, out, i)` for every whole vector of the chunk, and for the rest with padded
+// copies. kOutIsRead: what was in `out` matters.
+template <class L, int64_t kInBytes, int64_t kOutBytes, bool kOutIsRead, class Vector>
+[[gnu::always_inline]] inline void for_each_vector(const void* in, void* out, int64_t numel,
+                                                   Vector vector) {
+  int64_t i = 0;
+  for (; i + L::kWidth <= numel; i += L::kWidth) vector(in, out, i);
+  if (i >= numel) return;
+  alignas(64) unsigned char padded_in[4 * L::kWidth] = {};
+  alignas(64) unsigned char padded_out[4 * L::kWidth] = {};
+  auto* const rest_out = static_cast<unsigned char*>(out) + i * kOutBytes;
+  const auto bytes = [&](int64_t element_bytes) {
+    return static_cast<size_t>((numel - i) * element_bytes);
+  };
+  __builtin_memcpy(padded_in, static_cast<const unsigned char*>(in) + i * kInBytes,
+                   bytes(kInBytes));
+  if (kOutIsRead) __builtin_memcpy(padded_out, rest_out, bytes(kOutBytes));
+  vector(padded_in, padded_out, 0);
+  __builtin_memcpy(rest_out, padded_out, bytes(kOutBytes));
+}
+
+template <class L, GradFormat kGrad, bool kAdd>
+void accumulate(const void* grad, float* sum, int64_t numel) {
+  for_each_vector<L, kGradBytes<kGrad>, 4, kAdd>(
+      grad, sum, numel, [](const void* in, void* out, int64_t i) {
+        float* const place = static_cast<float*>(out) + i;
+        typename L::Float value = load_grad<L, kGrad>(in, i);
+        if constexpr (kAdd) value = L::load(place) + value;
+        L::store(place, value);
+      });
+}
+
+template <class L, GradFormat kGrad>
+void round_sum(const float* sum, void* grad, int64_t numel) {
+  for_each_vector<L, 4, kGradBytes<kGrad>, false>(
+      sum, grad, numel, [](const void* in, void* out, int64_t i) {
+        store_grad<L, kGrad>(out, i, L::load(static_cast<const float*>(in) + i));
+      });
 }
 
 template <class L>
@@ -244,8 +301,14 @@ constexpr CpuKernels make_kernels() {
   fill_moments.template operator()<kSplitBf16>();
   fill_moments.template operator()<kMasterAndFp16>();
   fill_moments.template operator()<kMasterAlone>();
-  kernels.square_sum[kGradF32] = square_sum<L, kGradF32>;
-  kernels.square_sum[kGradBf16] = square_sum<L, kGradBf16>;
-  kernels.square_sum[kGradF16] = square_sum<L, kGradF16>;
+  const auto fill_sums = [&]<GradFormat kGrad>() {
+    kernels.square_sum[kGrad] = square_sum<L, kGrad>;
+    kernels.start_sum[kGrad] = accumulate<L, kGrad, false>;
+    kernels.add_to_sum[kGrad] = accumulate<L, kGrad, true>;
+    kernels.round_sum[kGrad] = round_sum<L, kGrad>;
+  };
+  fill_sums.template operator()<kGradF32>();
+  fill_sums.template operator()<kGradBf16>();
+  fill_sums.template operator()<kGradF16>();
   return kernels;
 }

@@ -49,6 +49,14 @@ double fold_chunk_sums(double* sums, int64_t count) {
   return sums[0];
 }
 
+SquareSum fold_square_sum(const void* grad, GradFormat format, int64_t numel, double* sums) {
+  const FpEnvironment environment;
+  SquareSum result;
+  result.first_nonfinite = find_nonfinite(grad, format, numel, sums);
+  result.sum = fold_chunk_sums(sums, ceil_div(numel, kNormChunk));
+  return result;
+}
+
 SquareSum grad_square_sum(const void* grad, DType dtype, int64_t numel, double* scratch,
                           int threads) {
   const GradFormat format = grad_format(dtype);
@@ -72,11 +80,7 @@ SquareSum grad_square_sum(const void* grad, DType dtype, int64_t numel, double* 
           kernel(bytes + chunk * chunk_bytes, std::min(kNormChunk, numel - chunk * kNormChunk));
     }
   }
-  const FpEnvironment environment;
-  SquareSum result;
-  result.first_nonfinite = find_nonfinite(grad, format, numel, scratch);
-  result.sum = fold_chunk_sums(scratch, chunks);
-  return result;
+  return fold_square_sum(grad, format, numel, scratch);
 }
 
 }  // namespace orlop

@@ -19,4 +19,7 @@ static_assert(kNormChunk % kNormLanes == 0);
 // The pairwise levels alone, over `count` chunk sums, which are overwritten. 0 for none.
 double fold_chunk_sums(double* sums, int64_t count);
 
+// Of a gradient whose chunk sums are in `sums`, which are overwritten.
+SquareSum fold_square_sum(const void* grad, GradFormat format, int64_t numel, double* sums);
+
 }  // namespace orlop

@@ -29,13 +29,16 @@ def take(slots: list) -> None:
         elif _sum_of_earlier(slot).on_device:
             batch = added
         else:
-            slot.sum.add(grad)
-            slot.has_left = False
+            slot.has_left = slot.count == slot.expected
+            slot.sum.add(grad, slot.has_left)
             continue
         slot.has_left = batch is first
         batch[0].append(slot)
         batch[1].append(grad)
     keep(*first)
+    for slot in first[0]:
+        if slot.sum is not None:
+            slot.sum.took_first(slot.expected > 1)
     DeviceSum.start_all(*begun)
     DeviceSum.add_all(*added)
     settle([slot for slot in taken if slot.count == slot.expected])

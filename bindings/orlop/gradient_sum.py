@@ -19,24 +19,38 @@ class HostSum:
         self._slot = slot
         self.values = _empty_sum(slot, torch.device("cpu"))
         self.bytes = 4 * slot.numel
+        self._has_begun = False
+
+    def took_first(self, more_to_come: bool) -> None:
+        """The home has a step's first gradient. Where more are expected the sum begins at once: in the backward that
+        brings the next one the optimizer's thread has less to do."""
+        self._has_begun = False
+        if more_to_come:
+            self.start()
 
     def start(self) -> None:
-        self._accumulate(add=False)
+        """With the first gradient, which the home keeps."""
+        if not self._has_begun:
+            self._accumulate(add=False, last=False)
+            self._has_begun = True
 
-    def add(self, grad: torch.Tensor) -> None:
+    def add(self, grad: torch.Tensor, last: bool) -> None:
+        """With `last` it also leaves, in the same pass."""
         home = self._slot.home
         home.keep([home], [grad], measures=False)
-        self._accumulate(add=True)
+        self._accumulate(add=True, last=last)
 
     def leave(self) -> None:
         home = self._slot.home
         home.job = home.native.round_sum(home.index, home.view(self.values), self.values)
         home.arrival, home.measured = None, True
 
-    def _accumulate(self, add: bool) -> None:
+    def _accumulate(self, add: bool, last: bool) -> None:
         home = self._slot.home
         view = home.view(self.values)
-        home.job = home.native.accumulate(home.index, view, add, *home.fence(), home.arrival)
+        home.job = home.native.accumulate(home.index, view, add, last, *home.fence(), home.arrival)
+        if last:
+            home.arrival, home.measured = None, True
 
 
 class DeviceSum:
@@ -51,6 +65,9 @@ class DeviceSum:
         if values is not None:
             self._values.copy_(values)
         self.bytes = 4 * slot.numel
+
+    def took_first(self, more_to_come: bool) -> None:
+        """What is the only one so far begins no sum."""
 
     def start(self) -> None:
         """With the first gradient, which the home keeps."""

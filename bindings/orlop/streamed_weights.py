@@ -77,11 +77,14 @@ class Entry:
             if write or not followed or version != self.slot.version:
                 self.take_back()
         elif version != self.slot.version:
-            self.version = version
-            raise errors.UsageError(
-                f"{self.name} was written where it is older than the optimizer's last step, so that the write is "
-                "lost; call synchronize() of the optimizer between step() and such a write"
-            )
+            self.lose_write()
+
+    def lose_write(self) -> None:
+        self.version = self.parameter._version
+        raise errors.UsageError(
+            f"{self.name} was written where it is older than the optimizer's last step, so that the write is "
+            "lost; call synchronize() of the optimizer between step() and such a write"
+        )
 
     def empty(self) -> None:
         self.parameter.__class__ = StreamedParameter
@@ -240,9 +243,14 @@ class StreamedWeights:
                 self._fetch(block)
 
     def _arrive(self, block: Block) -> None:
-        if block.arrived is not None:
-            self.device_link.wait_arrival(block.arrived)
-            block.arrived = None
+        if block.arrived is None:
+            return
+        self.device_link.wait_arrival(block.arrived)
+        block.arrived = None
+        for entry in block.entries:
+            if entry.host is not None and entry.version != entry.parameter._version:
+                block.stale = True  # the write ran beside the copy: what is there now, nobody knows
+                entry.lose_write()
 
     def release(self, block: Block) -> None:
         if not block.here or block.resident or block.holds or block.active:

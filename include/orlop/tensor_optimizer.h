@@ -115,12 +115,13 @@ class ORLOP_EXPORT TensorOptimizer {
   // cannot work.
   uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step);
 
-  // Submits: `sum` becomes, or with `add` grows by, the kept gradient of the tensor. Returns the
-  // version that written_version becomes, as update() does.
-  uint32_t accumulate(int64_t tensor, std::span<float> sum, bool add, Fence arrived);
+  // Submits: `sum` becomes, or with `add` grows by, the kept gradient of the tensor; with `last`
+  // round_sum() follows in the same pass. Returns the version that written_version becomes, as
+  // update() does.
+  uint32_t accumulate(int64_t tensor, std::span<float> sum, bool add, bool last, Fence arrived);
 
   // Submits: the kept gradient becomes `sum`, rounded to nearest even, and is measured.
-  uint32_t round_sum(int64_t tensor, std::span<const float> sum);
+  uint32_t round_sum(int64_t tensor, std::span<float> sum);
 
   // Submits the norms of the kept gradients of these tensors, which are there when `arrived` says
   // so: they are known when the last gradient arrives.

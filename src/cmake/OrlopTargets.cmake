@@ -39,9 +39,9 @@ function(orlop_computes name)
   endif()
 endfunction()
 
-# Marks a target that only tests: what it calls is optimised as ever, itself little.
+# Marks a target that only tests or binds: what it calls is optimised as ever, itself little.
 function(orlop_compile_cheaply name)
-  if(NOT ORLOP_SANITIZE AND CMAKE_BUILD_TYPE STREQUAL RelWithDebInfo)
+  if(NOT ORLOP_SANITIZE AND CMAKE_BUILD_TYPE STREQUAL RelWithDebInfo AND ORLOP_PRECOMPILE)
     target_compile_options(${name} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
   endif()
 endfunction()
@@ -60,6 +60,7 @@ function(orlop_test name)
   # What is precompiled without OpenMP serves no file with it.
   if(TARGET orlop_test_prelude AND NOT "OpenMP::OpenMP_CXX" IN_LIST arg_DEPENDS)
     target_precompile_headers(${name} REUSE_FROM orlop_test_prelude)
+    target_link_libraries(${name} PRIVATE fmt::fmt)
   endif()
   add_test(NAME ${name} COMMAND ${name})
   if(NOT arg_TIMEOUT)

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/owner_process.h"
 #include "cpu_adam/adam.h"
+#include "cpu_adam/grad_sum.h"
 #include "engine/tensor_store.h"
 #include "optim/optimizer_queue.h"
 
@@ -80,23 +81,12 @@ class TensorOptimizer::Impl {
     return submit(std::move(batch), step);
   }
 
-  uint32_t accumulate(int64_t index, std::span<float> sum, bool add, Fence arrived) {
-    const TensorStore::Tensor& tensor = store_.at(index);
-    const GradientView gradient = kept_gradient(tensor, sum.size());
-    return submit_job(index, [&tensor, gradient, sum, add, arrived, threads = threads_] {
-      wait_for(arrived, tensor.spec.name);
-      accumulate_gradient(gradient, sum, add, threads);
-    });
+  uint32_t accumulate(int64_t index, std::span<float> sum, bool add, bool last, Fence arrived) {
+    return submit_sum(index, sum, add ? SumStart::kAdd : SumStart::kStart, last, arrived);
   }
 
-  uint32_t round_sum(int64_t index, std::span<const float> sum) {
-    const TensorStore::Tensor& tensor = store_.at(index);
-    const GradientView gradient = kept_gradient(tensor, sum.size());
-    SquareSum& found = result_of(index);
-    return submit_job(index, [this, &tensor, &found, gradient, sum] {
-      orlop::round_sum(tensor, sum, threads_);
-      found = square_sum(gradient, queue_scratch_, threads_);
-    });
+  uint32_t round_sum(int64_t index, std::span<float> sum) {
+    return submit_sum(index, sum, SumStart::kKeep, true, {});
   }
 
   uint32_t measure(std::span<const int64_t> tensors, Fence arrived) {
@@ -138,11 +128,32 @@ class TensorOptimizer::Impl {
   void synchronize() { queue_.wait_idle(); }
 
  private:
+  // Room for the chunk sums of so many elements.
+  static double* scratch_for(int64_t numel, std::vector<double>& scratch) {
+    const auto chunks = static_cast<size_t>(ceil_div(numel, kNormChunk));
+    if (scratch.size() < chunks) scratch.resize(chunks);
+    return scratch.data();
+  }
+
   static SquareSum square_sum(const GradientView& gradient, std::vector<double>& scratch,
                               int threads) {
-    const auto chunks = static_cast<size_t>(ceil_div(gradient.numel, kNormChunk));
-    if (scratch.size() < chunks) scratch.resize(chunks);
-    return grad_square_sum(gradient.data, gradient.dtype, gradient.numel, scratch.data(), threads);
+    double* const sums = scratch_for(gradient.numel, scratch);
+    return grad_square_sum(gradient.data, gradient.dtype, gradient.numel, sums, threads);
+  }
+
+  uint32_t submit_sum(int64_t index, std::span<float> sum, SumStart start, bool round,
+                      Fence arrived) {
+    const TensorStore::Tensor& tensor = store_.at(index);
+    kept_gradient(tensor, sum.size());
+    SquareSum& found = result_of(index);
+    const GradSum work{
+        tensor.states.gradient, tensor.spec.dtype, sum.data(), tensor.spec.numel, start, round};
+    return submit_job(index, [this, &tensor, &found, work, arrived] {
+      wait_for(arrived, tensor.spec.name);
+      double* const scratch = work.round ? scratch_for(work.numel, queue_scratch_) : nullptr;
+      const SquareSum squares = sum_gradient(work, scratch, threads_);
+      if (work.round) found = squares;
+    });
   }
 
   // `count`: elements of the sum that it is for.
@@ -237,13 +248,13 @@ uint32_t TensorOptimizer::update(std::span<const TensorUpdate> updates, float gr
   return impl_->update(updates, grad_scale, step);
 }
 
-uint32_t TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool add,
+uint32_t TensorOptimizer::accumulate(int64_t tensor, std::span<float> sum, bool add, bool last,
                                      Fence arrived) {
   impl_->check_owner();
-  return impl_->accumulate(tensor, sum, add, arrived);
+  return impl_->accumulate(tensor, sum, add, last, arrived);
 }
 
-uint32_t TensorOptimizer::round_sum(int64_t tensor, std::span<const float> sum) {
+uint32_t TensorOptimizer::round_sum(int64_t tensor, std::span<float> sum) {
   impl_->check_owner();
   return impl_->round_sum(tensor, sum);
 }

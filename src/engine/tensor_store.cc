@@ -8,7 +8,6 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/half.h"
-#include "cpu_adam/fp_environment.h"
 
 namespace orlop {
 namespace {
@@ -88,12 +87,6 @@ uint16_t* half_weights(const TensorStore::Tensor& tensor) {
 void check_count(const TensorStore::Tensor& tensor, size_t count) {
   check(count == static_cast<size_t>(tensor.spec.numel), ErrorCode::kUsage,
         "tensor '{}' has {} elements, {} given", tensor.spec.name, tensor.spec.numel, count);
-}
-
-float widen(const void* data, DType dtype, int64_t i) {
-  if (dtype == DType::kF32) return static_cast<const float*>(data)[i];
-  const uint16_t half = static_cast<const uint16_t*>(data)[i];
-  return dtype == DType::kBF16 ? bf16_to_float(half) : fp16_to_float(half);
 }
 
 }  // namespace
@@ -244,40 +237,6 @@ void mend_master(const TensorStore::Tensor& tensor, int threads) {
     }
     for (int64_t i = begin; (stale & 0x8000u) != 0 && i < end; ++i) {
       if ((copy[i] & 0x7fffu) == 0 && (lo[i] & 0x8000u) != 0) lo[i] = 0;
-    }
-  }
-}
-
-void accumulate_gradient(const GradientView& gradient, std::span<float> sum, bool add,
-                         int threads) {
-  float* out = sum.data();
-#pragma omp parallel num_threads(threads)
-  {
-    const FpEnvironment environment;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < gradient.numel; ++i) {
-      const float value = widen(gradient.data, gradient.dtype, i);
-      out[i] = add ? out[i] + value : value;
-    }
-  }
-}
-
-void round_sum(const TensorStore::Tensor& tensor, std::span<const float> sum, int threads) {
-  const auto numel = static_cast<int64_t>(sum.size());
-  const DType dtype = tensor.spec.dtype;
-  void* kept = tensor.states.gradient;
-#pragma omp parallel num_threads(threads)
-  {
-    const FpEnvironment environment;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < numel; ++i) {
-      const float value = sum[static_cast<size_t>(i)];
-      if (dtype == DType::kF32) {
-        static_cast<float*>(kept)[i] = value;
-      } else {
-        static_cast<uint16_t*>(kept)[i] =
-            dtype == DType::kBF16 ? float_to_bf16(value) : float_to_fp16(value);
-      }
     }
   }
 }

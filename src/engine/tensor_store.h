@@ -60,9 +60,4 @@ void adopt_weights(const TensorStore::Tensor& tensor, const void* weights);
 //         place; only beside a zero could it turn the bits into a NaN, there it is dropped.
 void mend_master(const TensorStore::Tensor& tensor, int threads);
 
-// sum = gradient, or sum += gradient.
-void accumulate_gradient(const GradientView& gradient, std::span<float> sum, bool add, int threads);
-// The kept gradient of the tensor becomes `sum`, rounded to nearest even.
-void round_sum(const TensorStore::Tensor& tensor, std::span<const float> sum, int threads);
-
 }  // namespace orlop

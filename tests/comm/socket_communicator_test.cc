@@ -19,7 +19,7 @@
 #include "host/host_queue.h"
 #include "orlop/error.h"
 #include "tests/comm/communicator_suite.h"
-#include "tests/support/instrumented.h"
+#include "tests/support/sanitized.h"
 
 namespace orlop {
 namespace {
@@ -287,7 +287,7 @@ std::byte* map_again_and_again(size_t bytes, size_t page_bytes) {
 }
 
 TEST(SocketTransport, CarriesMoreThanTwoGiBAtOnce) {
-  if (test::memory_is_instrumented()) GTEST_SKIP() << "the sanitizer would shadow every page";
+  if (test::kSanitized) GTEST_SKIP() << "the sanitizer would shadow every page";
   constexpr size_t kPage = 32 * kMiB;
   constexpr size_t kBytes = (size_t{2} << 30) + kPage / 2;
   run_threads(2, [](const SocketOptions& options) {

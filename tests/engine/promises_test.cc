@@ -57,7 +57,7 @@ MeasuredPeak measure(const std::string& mode, const std::string& model,
 class PlannedMemory : public ::testing::TestWithParam<RunKind> {};
 
 TEST_P(PlannedMemory, IsWhatTheRunTakes) {
-  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
   TinyShape shape;
   shape.hidden = 640;
@@ -105,7 +105,7 @@ TinyShape smollm2_shape() {
 }
 
 TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesInHostMemory) {
-  if (memory_is_instrumented()) GTEST_SKIP() << "sanitizers take memory of their own";
+  if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
   std::filesystem::create_directory(folder / "demo");
   std::filesystem::create_directory(folder / "tiny");
@@ -189,7 +189,7 @@ void expect_no_growth(const std::function<void()>& round) {
   const Footprint last = footprint(second.threads);
   EXPECT_EQ(last.threads, second.threads);
   EXPECT_EQ(last.files, second.files);
-  if (!memory_is_instrumented()) {
+  if (!kSanitized) {
     EXPECT_LE(static_cast<double>(last.bytes), 1.01 * static_cast<double>(second.bytes) + kKept);
   }
 }

@@ -325,7 +325,7 @@ TEST(TensorOptimizer, SumsKeptGradients) {
       kept[i] = float_to_bf16(values[i]);
       expected[i] += bf16_to_float(kept[i]);
     }
-    optimizer.accumulate(0, sum, part > 0, {});
+    optimizer.accumulate(0, sum, part > 0, false, {});
     optimizer.wait(0);
   }
   EXPECT_EQ(sum, expected);
@@ -333,6 +333,18 @@ TEST(TensorOptimizer, SumsKeptGradients) {
   optimizer.wait(0);
   const GradientView view{kept, DType::kBF16, 5000};
   EXPECT_EQ(optimizer.measured(0).square_sum, optimizer.norm(std::vector{view}).square_sum);
+  for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(kept[i], float_to_bf16(sum[i])) << i;
+
+  // The last micro-batch: added, rounded and measured in one pass.
+  const std::vector<float> values = random_floats(5000, 7);
+  for (size_t i = 0; i < sum.size(); ++i) {
+    kept[i] = float_to_bf16(values[i]);
+    expected[i] += bf16_to_float(kept[i]);
+  }
+  optimizer.accumulate(0, sum, true, true, {});
+  optimizer.wait(0);
+  EXPECT_EQ(optimizer.measured(0).square_sum, optimizer.norm(std::vector{view}).square_sum);
+  EXPECT_EQ(sum, expected);
   for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(kept[i], float_to_bf16(sum[i])) << i;
 }
 

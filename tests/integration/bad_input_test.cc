@@ -304,7 +304,7 @@ TEST(Budget, TooSmallNamesNeedBudgetAndShortageAndTakesNothing) {
   expect_parts(text,
                {"device: needs at least", "budget", std::to_string(plan.device_peak_bytes / 4),
                 "short by", "raise the device budget"});
-  if (!memory_is_instrumented()) {
+  if (!kSanitized) {
     EXPECT_LT(resident_bytes(), resident + (size_t{8} << 20));
   }
 

@@ -304,7 +304,7 @@ ShimmedRun run_with_shim(const fs::path& folder, const std::string& faults) {
 
 // The kernel's own calls, below the backend that uses them.
 TEST(SwapThreads, MeetTheSameFaultsBelowThem) {
-  if (memory_is_instrumented()) GTEST_SKIP() << "a sanitizer's runtime must be the first library";
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime must be the first library";
   const TempFolder folder;
   write_tiny_model(folder / "model", TinyFamily::kLlamaTied);
   const ShimmedRun plain = run_with_shim(folder.path(), "");

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/support/instrumented.h"
+#include "tests/support/sanitized.h"
 
 namespace orlop::test {
 

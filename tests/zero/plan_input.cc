@@ -1,5 +1,6 @@
 #include "tests/zero/plan_input.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -48,7 +49,7 @@ PlacementPlan placement(const PlanInput& input, int prefetch, int wave) {
 }
 
 void expect_golden(const std::string& text, const std::string& name) {
-  const std::string path = std::string(ORLOP_GOLDEN_DIR) + "/" + name;
+  const std::string path = fmt::format("{}/{}", ORLOP_GOLDEN_DIR, name);
   if (std::getenv("ORLOP_UPDATE_GOLDEN") != nullptr) std::ofstream(path) << text;
   std::ifstream in(path);
   ASSERT_TRUE(in) << path;
