@@ -63,14 +63,14 @@ class DeviceStates:
             if self._sums is not None:
                 sums[: self._sums.shape[0]] = self._sums
             self._sums = sums
-        sums = _orlop.DeviceSquareSums(
+        squares = _orlop.DeviceSquareSums(
             [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients],
             rows,
             self._sums.data_ptr(),
         )
-        scratch = torch.empty(sums.scratch_bytes, dtype=torch.uint8, device=self.device)
+        scratch = torch.empty(squares.scratch_bytes, dtype=torch.uint8, device=self.device)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        sums.issue(scratch.data_ptr(), self.device.index, stream)
+        squares.issue(scratch.data_ptr(), self.device.index, stream)
         self._read = None
 
     def read_sums(self) -> list[tuple[float, int]]:
