@@ -20,17 +20,20 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Gradients of one stream, and where their square sums go: one DeviceSquareSum each, from `results`
-// on, in the order of `rows`.
-void square_sums(const std::vector<std::tuple<Address, DType, int64_t>>& gradients,
-                 const std::vector<int64_t>& rows, Address results, Address scratch, int device,
-                 Address stream) {
+struct SquareSums {
+  std::vector<DeviceGradient> gradients;  // of one device
+};
+
+SquareSums make_square_sums(const std::vector<std::tuple<Address, DType, int64_t>>& gradients,
+                            const std::vector<int64_t>& rows, Address results) {
+  SquareSums made;
+  made.gradients.reserve(gradients.size());
   for (size_t i = 0; i < gradients.size(); ++i) {
     const auto& [values, dtype, numel] = gradients[i];
-    device_square_sum(pointer<const void>(values), dtype, numel,
-                      pointer<DeviceSquareSum>(results) + rows.at(i), pointer<void>(scratch),
-                      {device, pointer<void>(stream)});
+    made.gradients.push_back({pointer<const void>(values), dtype, numel,
+                              pointer<DeviceSquareSum>(results) + rows.at(i)});
   }
+  return made;
 }
 
 void adam_steps(const std::vector<AdamShard>& shards, const std::vector<AdamHyper>& hypers,
@@ -41,23 +44,46 @@ void adam_steps(const std::vector<AdamShard>& shards, const std::vector<AdamHype
   }
 }
 
+void copies(const std::vector<std::tuple<Address, Address, size_t>>& ranges, int device,
+            Address stream, Address behind) {
+  std::vector<DeviceCopy> copies;
+  copies.reserve(ranges.size());
+  for (const auto& [to, from, bytes] : ranges) {
+    copies.push_back({pointer<void>(to), pointer<const void>(from), bytes});
+  }
+  device_copies(copies, {device, pointer<void>(stream)}, pointer<void>(behind));
+}
+
 }  // namespace
 
 void bind_device_optimizer(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  module.def("device_optimizer_scratch_bytes", &device_optimizer_scratch_bytes, py::arg("numel"),
-             Release(), "Device memory that device_adam_step and device_square_sum need.");
+  module.def("device_adam_scratch_bytes", &device_adam_scratch_bytes, Release(),
+             "Device memory that device_adam_steps needs.");
   module.def("device_adam_steps", &adam_steps, py::arg("shards"), py::arg("hypers"),
              py::arg("grad_scale"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
              Release(),
              "Issues one Adam step over the planes of each shard, in device memory; the bits are "
              "the host's.");
-  module.def("device_square_sums", &square_sums, py::arg("gradients"), py::arg("rows"),
-             py::arg("results"), py::arg("scratch"), py::arg("device"), py::arg("stream"),
-             Release(),
-             "Issues the sums of squares of gradients (address, dtype, numel). `results` is device "
-             "memory, 16 bytes a row: an fp64 sum and the int64 index of the first NaN or Inf, or "
-             "-1; `rows` tells the row of each.");
+  py::class_<SquareSums>(module, "DeviceSquareSums",
+                         "The sums of squares of gradients (address, dtype, numel). `results` is "
+                         "device memory, 16 bytes a row: an fp64 sum and the int64 index of the "
+                         "first NaN or Inf, or -1; `rows` tells the row of each.")
+      .def(py::init(&make_square_sums), py::arg("gradients"), py::arg("rows"), py::arg("results"))
+      .def_property_readonly(
+          "scratch_bytes",
+          [](const SquareSums& self) { return device_square_sums_scratch_bytes(self.gradients); })
+      .def(
+          "issue",
+          [](const SquareSums& self, Address scratch, int device, Address stream) {
+            device_square_sums(self.gradients, pointer<void>(scratch),
+                               {device, pointer<void>(stream)});
+          },
+          py::arg("scratch"), py::arg("device"), py::arg("stream"), Release());
+  module.def("device_copies", &copies, py::arg("copies"), py::arg("device"), py::arg("stream"),
+             py::arg("behind"), Release(),
+             "Issues copies (to, from, bytes) between device and host memory on `stream`, behind "
+             "what the stream `behind` was given so far.");
   module.def("adam_step", &adam_step, py::arg("shard"), py::arg("hyper"), py::arg("grad_scale"),
              py::arg("threads"), Release(), "One Adam step over planes in host memory.");
 

@@ -56,17 +56,24 @@ orlop::Communicator* orlop_make_nccl_communicator(const orlop::NcclOptions* opti
 using OrlopMakeNcclCommunicator = orlop::Communicator* (*)(const orlop::NcclOptions*);
 
 // The functions of orlop/device_optimizer.h.
-size_t orlop_cuda_scratch_bytes(int64_t numel);
-using OrlopCudaScratchBytes = size_t (*)(int64_t);
+size_t orlop_cuda_adam_scratch_bytes();
+using OrlopCudaAdamScratchBytes = size_t (*)();
 
 void orlop_cuda_adam_step(const orlop::AdamShard* shard, const orlop::AdamHyper* hyper,
                           float grad_scale, void* scratch, const orlop::DeviceStream* stream);
 using OrlopCudaAdamStep = void (*)(const orlop::AdamShard*, const orlop::AdamHyper*, float, void*,
                                    const orlop::DeviceStream*);
 
-void orlop_cuda_square_sum(const void* values, orlop::DType dtype, int64_t numel,
-                           orlop::DeviceSquareSum* result, void* scratch,
-                           const orlop::DeviceStream* stream);
-using OrlopCudaSquareSum = void (*)(const void*, orlop::DType, int64_t, orlop::DeviceSquareSum*,
-                                    void*, const orlop::DeviceStream*);
+size_t orlop_cuda_square_sums_scratch_bytes(const orlop::DeviceGradient* gradients, size_t count);
+using OrlopCudaSquareSumsScratchBytes = size_t (*)(const orlop::DeviceGradient*, size_t);
+
+void orlop_cuda_square_sums(const orlop::DeviceGradient* gradients, size_t count, void* scratch,
+                            const orlop::DeviceStream* stream);
+using OrlopCudaSquareSums = void (*)(const orlop::DeviceGradient*, size_t, void*,
+                                     const orlop::DeviceStream*);
+
+void orlop_cuda_copies(const orlop::DeviceCopy* copies, size_t count,
+                       const orlop::DeviceStream* stream, void* behind);
+using OrlopCudaCopies = void (*)(const orlop::DeviceCopy*, size_t, const orlop::DeviceStream*,
+                                 void*);
 }

@@ -1,9 +1,11 @@
-#include <algorithm>
+#include <span>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
 #include "cpu_adam/adam.h"
 #include "gpu/cuda_backend_api.h"
+#include "gpu/cuda_event.h"
 #include "gpu/device_scope.h"
 #include "gpu/kernels/kernels.h"
 #include "orlop/device_optimizer.h"
@@ -11,11 +13,27 @@
 
 using namespace orlop;
 
+namespace {
+
+std::vector<kernels::SquareSumArgs> square_sum_args(std::span<const DeviceGradient> gradients) {
+  std::vector<kernels::SquareSumArgs> args;
+  args.reserve(gradients.size());
+  for (const DeviceGradient& gradient : gradients) {
+    args.push_back({.values = gradient.values,
+                    .dtype = gradient.dtype,
+                    .square_sum = &gradient.result->sum,
+                    .first_nonfinite = &gradient.result->first_nonfinite,
+                    .numel = gradient.numel});
+  }
+  return args;
+}
+
+}  // namespace
+
 extern "C" {
 
-ORLOP_EXPORT size_t orlop_cuda_scratch_bytes(int64_t numel) {
-  return std::max(align_up(sizeof(StepScalars), kDeviceAlignment),
-                  kernels::grad_norm_scratch_bytes(numel));
+ORLOP_EXPORT size_t orlop_cuda_adam_scratch_bytes() {
+  return align_up(sizeof(StepScalars), kDeviceAlignment);
 }
 
 ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* hyper,
@@ -36,16 +54,31 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
                        issued);
 }
 
-ORLOP_EXPORT void orlop_cuda_square_sum(const void* values, DType dtype, int64_t numel,
-                                        DeviceSquareSum* result, void* scratch,
-                                        const DeviceStream* stream) {
+ORLOP_EXPORT size_t orlop_cuda_square_sums_scratch_bytes(const DeviceGradient* gradients,
+                                                         size_t count) {
+  return kernels::square_sums_scratch_bytes(square_sum_args({gradients, count}));
+}
+
+ORLOP_EXPORT void orlop_cuda_square_sums(const DeviceGradient* gradients, size_t count,
+                                         void* scratch, const DeviceStream* stream) {
   const DeviceScope scope(stream->device);
-  kernels::square_sum({.values = values,
-                       .dtype = dtype,
-                       .square_sum = &result->sum,
-                       .first_nonfinite = &result->first_nonfinite,
-                       .scratch = scratch,
-                       .numel = numel},
-                      static_cast<cudaStream_t>(stream->stream));
+  kernels::square_sums(square_sum_args({gradients, count}), scratch,
+                       static_cast<cudaStream_t>(stream->stream));
+}
+
+ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
+                                    const DeviceStream* stream, void* behind) {
+  const DeviceScope scope(stream->device);
+  auto* issued = static_cast<cudaStream_t>(stream->stream);
+  if (behind != stream->stream) {
+    const CudaEventHandle given(cudaEventDisableTiming);
+    ORLOP_CUDA(cudaEventRecord(given.get(), static_cast<cudaStream_t>(behind)));
+    ORLOP_CUDA(cudaStreamWaitEvent(issued, given.get(), 0));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const DeviceCopy& copy = copies[i];
+    if (copy.bytes == 0) continue;
+    ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, issued));
+  }
 }
 }

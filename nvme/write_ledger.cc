@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <ctime>
 #include <fstream>
 #include <string>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/numbered_name.h"
 
 namespace orlop::nvme {
 namespace {
@@ -31,22 +31,12 @@ uint64_t read_today(const fs::path& path) {
   return std::ifstream(path) >> day >> bytes && day == today() ? bytes : 0;
 }
 
-// R of "orlop-rR.writes", or -1.
-int rank_of_file(const std::string& file) {
-  std::string_view name = file;
-  if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) return -1;
-  name.remove_prefix(kPrefix.size());
-  name.remove_suffix(kSuffix.size());
-  int rank = -1;
-  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), rank);
-  return error == std::errc() && end == name.data() + name.size() ? rank : -1;
-}
-
 std::vector<fs::path> files_of_ranks_from(const fs::path& directory, int first) {
   std::vector<fs::path> files;
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
-    if (rank_of_file(entry.path().filename().string()) >= first) files.push_back(entry.path());
+    const std::string name = entry.path().filename().string();
+    if (number_in(name, kPrefix, kSuffix) >= first) files.push_back(entry.path());
   }
   return files;
 }

@@ -81,6 +81,8 @@ class GradientSide:
                         slot.lend_gradient()
                 slot.settle()
                 work.append((slot, group))
+        for link in self._links.values():
+            link.let_go()
         return work
 
     def _check_gradient(self, p):

@@ -6,6 +6,8 @@ import itertools
 
 from . import _orlop
 
+_UPLOAD_BYTES = 16 << 20
+
 
 class UpdateSide:
     """Part of AdamW, over its `_slots`, `_links`, `_gate` and `_stream`."""
@@ -47,9 +49,27 @@ class UpdateSide:
         for slot, _ in run:
             slot.home.job = version
             self.state[slot.param]["step"] += 1
-            if slot.link:
-                slot.link.upload(slot, version)
+        for link, slots in self._uploads(run):
+            link.upload(slots, version)
+        for slot, _ in run:
             slot.wrote_weights()
+
+    def _uploads(self, run):
+        """(link, slots) whose weights go up together, in the order of their updates: of one block where a module
+        tells of blocks, and no more than so many that the first would wait for the last."""
+        part, slots, size = None, [], 0
+        for slot, _ in run:
+            if not slot.link:
+                continue
+            its_part = slot.link, None if self._gate is None else self._gate.unit_of(slot.param)
+            if slots and (its_part != part or size >= _UPLOAD_BYTES):
+                yield part[0], slots
+                slots, size = [], 0
+            part = its_part
+            slots.append(slot)
+            size += slot.param.nbytes
+        if slots:
+            yield part[0], slots
 
     def _update_on_devices(self, run, factor):
         """In batches, behind each of which somebody can wait for its weights: of one device, of one block."""

@@ -9,8 +9,9 @@ from collections import deque
 
 import torch
 
+from . import _orlop
 from .device_room import DeviceRoom
-from .device_states import DeviceStates
+from .device_states import DeviceStates, has_cuda_part
 from .torch_support import flat
 
 _log = logging.getLogger("orlop")
@@ -52,11 +53,15 @@ class DeviceLink:
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
         self._pinned: dict[int, int] = {}  # bytes by address
-        self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()  # gradients on their way, their bytes
+        # Gradients on their way: their arrival, their bytes, and they themselves, so that nobody else gets their memory.
+        self._leaving: deque[tuple[torch.cuda.Event, int, list]] = deque()
         self._leaving_bytes = 0
         self._gates: dict[int, int | None] = {}  # address on the device of words that it waits for
         self.unpinned_bytes = 0
         self._driver = _driver()
+        self._wait_for_event = (
+            ctypes.cast(self._driver.cuEventSynchronize, ctypes.c_void_p).value if self._driver else 0
+        )
 
     def pin(self, ranges: list[tuple[int, int]]) -> None:
         """Registers host memory, so that copies from and to it run beside everything else."""
@@ -107,30 +112,51 @@ class DeviceLink:
     # --- gradients ------------------------------------------------------------------------------
 
     def offload(self, grads: list[torch.Tensor], homes: list) -> torch.cuda.Event:
-        """Copies gradients (numel) that torch's current stream has written to where the homes keep them, behind the
-        homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
-        size = sum(grad.nbytes for grad in grads)
+        """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
+        the homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
+        size = sum([grad.nbytes for grad in grads])
         self._bound_leaving(size)
-        self.down.wait_stream(torch.cuda.current_stream(self.device))
         newest = max(homes, key=lambda home: home.job)  # jobs run in order
         if newest.job and not self._wait_on_device(self.down, newest, newest.job):
             newest.native.wait([newest.index])
-        with torch.cuda.stream(self.down):
-            torch._foreach_copy_([home.gradient for home in homes], grads, non_blocking=self.is_pinned)
-            arrival = torch.cuda.Event(blocking=True)
-            arrival.record(self.down)
-        for grad in grads:
-            grad.record_stream(self.down)
-        self._leaving.append((arrival, size))
+        current = torch.cuda.current_stream(self.device)
+        self._copy(self.down, [home.gradient for home in homes], grads, current)
+        arrival = torch.cuda.Event(blocking=True)
+        arrival.record(self.down)
+        self._leaving.append((arrival, size, list(grads)))
         return arrival
+
+    def _copy(self, stream, into: list, tensors: list, behind) -> None:
+        """Copies dense tensors, whose memory has the same order, on `stream`, behind what the stream `behind` was
+        given so far; this thread waits where their host memory is not pinned."""
+        if not into:
+            return
+        if has_cuda_part():
+            copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in zip(into, tensors, strict=True)]
+            _orlop.device_copies(copies, self.device.index, stream.cuda_stream, behind.cuda_stream)
+            return
+        if behind is not stream:
+            stream.wait_stream(behind)
+        with torch.cuda.stream(stream):
+            torch._foreach_copy_(
+                [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
+            )
 
     def _bound_leaving(self, size: int) -> None:
         """Device memory of gradients that wait for the host stays bounded."""
         while self._leaving and (self._leaving_bytes + size > _MOST_LEAVING or self._leaving[0][0].query()):
-            arrival, left = self._leaving.popleft()
+            arrival, left, _ = self._leaving.popleft()
             arrival.synchronize()
             self._leaving_bytes -= left
         self._leaving_bytes += size
+
+    def let_go(self) -> None:
+        """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
+        left, without another call here."""
+        for _, _, grads in self._leaving:
+            for grad in grads:
+                grad.record_stream(self.down)
+            grads.clear()
 
     def take_room(self, size: int) -> bool:
         """Whether the optimizer may hold `size` bytes more on the device."""
@@ -148,8 +174,7 @@ class DeviceLink:
         if self._driver is None:
             arrival.synchronize()
             return 0, 0
-        function = ctypes.cast(self._driver.cuEventSynchronize, ctypes.c_void_p).value
-        return function, arrival.cuda_event
+        return self._wait_for_event, arrival.cuda_event
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -166,26 +191,26 @@ class DeviceLink:
         """Brings weights that were written in host memory."""
         flat(slot.param).copy_(slot.home.weights)
 
-    def upload(self, slot, version: int) -> None:
-        """Brings the new weights once their update has run; this thread does not wait for it."""
-        home = slot.home
-        self.wait_written(home, version)
-        with torch.cuda.stream(self.up):
-            flat(slot.param).copy_(home.weights, non_blocking=self.is_pinned)
-            slot.uploaded = torch.cuda.Event()
-            slot.uploaded.record(self.up)
+    def upload(self, slots: list, version: int) -> None:
+        """Brings the new weights of slots once the last of them is written, as `version` has it, in whose order they
+        are; this thread does not wait for it."""
+        self.wait_written(slots[-1].home, version)
+        self._copy(self.up, [slot.param for slot in slots], [slot.home.weights for slot in slots], self.up)
+        uploaded = torch.cuda.Event()
+        uploaded.record(self.up)
+        for slot in slots:
+            slot.uploaded = uploaded
 
-    def bring(self, update, make_room, copy) -> torch.cuda.Event:
-        """Calls `make_room` for memory of torch's current stream, and `copy` on the stream that brings weights up,
-        behind `update`, a home and its version; returns the event behind it."""
-        self.up.wait_stream(torch.cuda.current_stream(self.device))
-        make_room()
+    def bring(self, update, make_room) -> torch.cuda.Event:
+        """Calls `make_room`, which takes memory of torch's current stream and returns tensors there and their homes,
+        and copies them on the stream that brings weights up, behind `update`, a home and its version; returns the
+        event behind it."""
+        into, homes = make_room()
         if update is not None:
             self.wait_written(*update)
-        with torch.cuda.stream(self.up):
-            copy()
-            arrived = torch.cuda.Event()
-            arrived.record(self.up)
+        self._copy(self.up, into, homes, torch.cuda.current_stream(self.device))
+        arrived = torch.cuda.Event()
+        arrived.record(self.up)
         return arrived
 
     def wait_written(self, home, version: int) -> None:

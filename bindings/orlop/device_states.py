@@ -14,6 +14,17 @@ _log = logging.getLogger("orlop")
 _ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
 
 
+@functools.cache
+def has_cuda_part() -> bool:
+    """Whether this build has what works on device memory itself; without it torch copies gradients."""
+    try:
+        _orlop.device_adam_scratch_bytes()
+    except RuntimeError as error:
+        _log.warning("optimizer states stay in host memory: %s", error)
+        return False
+    return True
+
+
 class DeviceStates:
     """Updates run on a stream of their own, behind what torch's current stream was given when they are issued, so
     that they hide under the next forward; norms run on torch's current stream."""
@@ -22,19 +33,15 @@ class DeviceStates:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._scratch: torch.Tensor | None = None  # of updates, which are in order
+        self.unmeasured: dict = {}  # homes with gradients whose squares nobody has summed, in order
         self._rows = 0
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
 
-    @functools.cached_property
+    @property
     def is_available(self) -> bool:
         """Whether this build has the CUDA part that updates here."""
-        try:
-            _orlop.device_optimizer_scratch_bytes(0)
-        except RuntimeError as error:
-            _log.warning("optimizer states stay in host memory: %s", error)
-            return False
-        return True
+        return has_cuda_part()
 
     def make_place(self) -> None:
         """Before memory is taken for good: it comes to lie beside what torch's allocator has cached for what comes
@@ -50,21 +57,20 @@ class DeviceStates:
         return self._rows - 1
 
     def square_sums(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
-        """Issues the sums of squares of gradients (numel each), in the order that the host has."""
+        """Issues the sums of squares of dense gradients, in the order that the host has."""
         if self._sums is None or self._sums.shape[0] < self._rows:
             sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
             if self._sums is not None:
                 sums[: self._sums.shape[0]] = self._sums
             self._sums = sums
-        most = max(grad.numel() for grad in gradients)
-        scratch = torch.empty(
-            _orlop.device_optimizer_scratch_bytes(most), dtype=torch.uint8, device=self.device
+        squares = _orlop.DeviceSquareSums(
+            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients],
+            rows,
+            self._sums.data_ptr(),
         )
-        _orlop.device_square_sums(
-            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients], rows,
-            self._sums.data_ptr(), scratch.data_ptr(), self.device.index,
-            torch.cuda.current_stream(self.device).cuda_stream,
-        )  # fmt: skip
+        scratch = torch.empty(squares.scratch_bytes, dtype=torch.uint8, device=self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        squares.issue(scratch.data_ptr(), self.device.index, stream)
         self._read = None
 
     def read_sums(self) -> list[tuple[float, int]]:
@@ -86,7 +92,7 @@ class DeviceStates:
         """Issues the update of each shard with its gradient times `factor`; returns the event behind them."""
         with torch.cuda.stream(self.stream):
             if self._scratch is None:
-                size = _orlop.device_optimizer_scratch_bytes(0)
+                size = _orlop.device_adam_scratch_bytes()
                 self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
             _orlop.device_adam_steps(
                 shards, hypers, factor, self._scratch.data_ptr(), self.device.index, self.stream.cuda_stream
@@ -110,4 +116,5 @@ class DeviceStates:
     def clear(self) -> None:
         """Waits for the updates; all rows are free again."""
         self.synchronize()
+        self.unmeasured.clear()
         self._rows, self._sums, self._read = 0, None, None

@@ -20,9 +20,30 @@ def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     return blocks
 
 
+class PassingHooks:
+    """One forward pre-hook of several modules, which comes and goes: a call of a module that has no hooks costs half
+    of one that has any, so those inside of a block have them only while they have something to wait for."""
+
+    def __init__(self, modules: list[torch.nn.Module], hook):
+        self._hook = hook
+        self._modules = []  # each with the key of its hook, which torch gives to no other
+        for module in modules:
+            handle = module.register_forward_pre_hook(hook)
+            handle.remove()
+            self._modules.append((module, handle.id))
+
+    def put(self) -> None:
+        for module, key in self._modules:
+            module._forward_pre_hooks[key] = self._hook
+
+    def remove(self) -> None:
+        for module, key in self._modules:
+            module._forward_pre_hooks.pop(key, None)
+
+
 class ForwardGate:
     """Forward pre-hooks: the model waits for the weights outside of its blocks, a block for its own. So does every
-    module that holds weights itself, for loops that call parts of a model."""
+    module that holds weights itself, for loops that call parts of a model, until they are there."""
 
     def __init__(self, optimizer, module: torch.nn.Module):
         self._optimizer = weakref.ref(optimizer)
@@ -39,12 +60,14 @@ class ForwardGate:
         self._pending: dict[int, list] = {}
         reference = weakref.ref(self)
         self.handles = []
+        self._inside: list[PassingHooks] = []  # by unit
         in_blocks = {m for block, _ in units[1:] for m in block.modules()}
         for unit, (part, _) in enumerate(units):
             wait = functools.partial(_before_forward, reference, unit)
-            for m in part.modules():
-                if m is part or (m._parameters and (unit > 0 or m not in in_blocks)):
-                    self.handles.append(m.register_forward_pre_hook(wait))
+            self.handles.append(part.register_forward_pre_hook(wait))
+            holders = [m for m in part.modules() if m is not part and m._parameters]
+            self._inside.append(PassingHooks([m for m in holders if unit > 0 or m not in in_blocks], wait))
+            self.handles.append(self._inside[unit])
             # A read or write of the whole part waits for everything. (The public name came after torch 2.4.)
             on_load = getattr(
                 part, "register_load_state_dict_pre_hook", part._register_load_state_dict_pre_hook
@@ -60,12 +83,16 @@ class ForwardGate:
         """These slots, in the order of their updates, are being written."""
         for slot in slots:
             for unit in self._units_of.get(slot.param, (0,)):
-                self._pending.setdefault(unit, []).append(slot)
+                if unit not in self._pending:
+                    self._pending[unit] = []
+                    self._inside[unit].put()
+                self._pending[unit].append(slot)
 
     def pass_unit(self, unit: int) -> None:
         slots = self._pending.pop(unit, None)
-        if not slots:
+        if slots is None:
             return
+        self._inside[unit].remove()
         optimizer = self._optimizer()
         on_host = [slot.home.index for slot in slots if slot.link is None]
         if on_host and optimizer is not None:

@@ -6,73 +6,79 @@ import weakref
 
 import torch
 
-from .gradient_sum import DeviceSum, make_sum
+from .gradient_sum import DeviceSum, HostSum, make_sum
 from .offloaded_gradient import OffloadedGradient
 
 
 def take(slots: list) -> None:
     """Moves the plain `p.grad` of every slot to its home, or adds it to the sum of earlier micro-batches. A sum goes
     to the home with the micro-batch that was the last one in the step before; should another one come, it goes
-    again. In place of the gradient stands what knows where it is."""
-    first, begun, added, taken = [], [], [], []
+    again. In place of the gradient stands what knows where it is. The slots are of one optimizer."""
+    first, added, begun = ([], []), ([], []), ([], [])
+    taken = []
     for slot in slots:
         grad = slot.plain_gradient()
         if grad is None:
             continue
-        slot.square_sum, slot.home.measured = None, False
         taken.append(slot)
-        if slot.count > 0:
-            if slot.sum is None:
-                slot.sum = make_sum(slot)
-            if slot.count == 1 and slot.has_left:
-                slot.sum.start()
-            slot.has_left = False
-            if slot.sum.on_device:
-                added.append((slot, grad))
-            else:
-                slot.has_left = slot.count + 1 == slot.expected
-                slot.sum.add(grad, slot.has_left)
-        elif slot.expected > 1 and slot.sum is not None and slot.sum.on_device:
-            begun.append((slot, grad))
-            slot.has_left = False
-        else:
-            first.append((slot, grad))
+        slot.square_sum, slot.home.measured = None, False
         slot.count += 1
-    keep(first)
-    for slot, _ in first:
+        if slot.count == 1:
+            sums = slot.expected > 1 and slot.sum is not None and slot.sum.on_device
+            batch = begun if sums else first
+        elif _sum_of_earlier(slot).on_device:
+            batch = added
+        else:
+            slot.has_left = slot.count == slot.expected
+            slot.sum.add(grad, slot.has_left)
+            continue
+        slot.has_left = batch is first
+        batch[0].append(slot)
+        batch[1].append(grad)
+    keep(*first)
+    for slot in first[0]:
         if slot.sum is not None:
             slot.sum.took_first(slot.expected > 1)
-    DeviceSum.start_all(begun)
-    DeviceSum.add_all(added)
+    DeviceSum.start_all(*begun)
+    DeviceSum.add_all(*added)
     settle([slot for slot in taken if slot.count == slot.expected])
     for slot in taken:
         slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
 
 
+def _sum_of_earlier(slot) -> HostSum | DeviceSum:
+    """What grows by a second gradient and all later ones."""
+    if slot.sum is None:
+        slot.sum = make_sum(slot)
+    if slot.count == 2 and slot.has_left:
+        slot.sum.start()
+    return slot.sum
+
+
 def settle(slots: list) -> None:
     """The gradients as they stand are on their way to the homes."""
-    sums = []
-    for slot in slots:
-        if slot.has_left:
-            continue
+    left = [slot for slot in slots if not slot.has_left]
+    for slot in left:
         slot.has_left = True
-        if slot.sum.on_device:
-            sums.append((slot, slot.sum.rounded()))
-        else:
+        if not slot.sum.on_device:
             slot.sum.leave()
-    keep(sums)
+    summed = [slot for slot in left if slot.sum.on_device]
+    keep(summed, [slot.sum.rounded() for slot in summed])
 
 
-def keep(gradients: list) -> None:
-    """(slot, gradient (numel)): their homes have these gradients, and sum the squares where every step asks."""
-    by_home: dict = {}
-    for slot, grad in gradients:
-        by_home.setdefault((type(slot.home), slot.home.link, slot.measures), []).append((slot.home, grad))
-    for (kind, _, measures), pairs in by_home.items():
-        homes = [home for home, _ in pairs]
-        kind.keep(homes, [grad for _, grad in pairs])
-        if measures:
-            kind.measure(homes)
+def keep(slots: list, grads: list[torch.Tensor]) -> None:
+    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and sum the squares
+    where every step asks."""
+    if not slots:
+        return
+    homes = [slot.home for slot in slots]
+    kinds = {(home.link, home.on_device) for home in homes}
+    for kind in kinds:
+        some, some_grads = homes, grads
+        if len(kinds) > 1:
+            chosen = [i for i, home in enumerate(homes) if (home.link, home.on_device) == kind]
+            some, some_grads = [homes[i] for i in chosen], [grads[i] for i in chosen]
+        some[0].keep(some, some_grads, slots[0].measures)
 
 
 class Collector:
@@ -84,23 +90,31 @@ class Collector:
         self._unit = None
         self._waiting: list = []
         self._task = -1  # graph task whose end is already asked for
+        self._link = None  # of what was taken in it
 
     def add(self, slot) -> None:
-        if slot.unit is not self._unit:
-            self.flush()
-            self._unit = slot.unit
-            task = torch._C._current_graph_task_id()
-            if task not in (-1, self._task):
-                self._task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        unit, waiting = slot.unit, self._waiting
+        if unit is not self._unit:
+            waiting = self._begin(unit)
         slot.waits = True
-        self._waiting.append(slot)
-        if len(self._waiting) == slot.unit.count:
+        waiting.append(slot)
+        if len(waiting) == unit.count:
             self.flush()
+
+    def _begin(self, unit) -> list:
+        self.flush()
+        self._unit = unit
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return self._waiting
 
     def _end(self) -> None:
         self._task = -1
         self.flush()
+        if self._link is not None:
+            self._link.let_go()
 
     def flush(self) -> None:
         if not self._waiting:
@@ -108,7 +122,11 @@ class Collector:
         waiting, self._waiting, self._unit = self._waiting, [], None
         for slot in waiting:
             slot.waits = False
-        with torch.no_grad():
+        self._link = waiting[0].link
+        if torch.is_grad_enabled():  # not in a backward, unless it makes a graph
+            with torch.no_grad():
+                take(waiting)
+        else:
             take(waiting)
 
 

@@ -1,7 +1,8 @@
 """Sums of micro-batches' gradients in fp32, on the device where there is room, else in host memory.
 
 Both kinds take the first gradient, which the slot's home keeps already, as their start, grow by every later one, and
-go to the home as one gradient in the weights' dtype, rounded once. Their bits are the same.
+go to the home as one gradient in the weights' dtype, rounded once. Their bits are the same. All are in the weights'
+layout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class HostSum:
 
     def __init__(self, slot):
         self._slot = slot
-        self.values = torch.empty(slot.numel, dtype=torch.float32)
+        self.values = _empty_sum(slot, torch.device("cpu"))
         self.bytes = 4 * slot.numel
         self._has_begun = False
 
@@ -36,7 +37,7 @@ class HostSum:
     def add(self, grad: torch.Tensor, last: bool) -> None:
         """With `last` it also leaves, in the same pass."""
         home = self._slot.home
-        home.keep([home], [grad])
+        home.keep([home], [grad], measures=False)
         self._accumulate(add=True, last=last)
 
     def leave(self) -> None:
@@ -58,9 +59,9 @@ class DeviceSum:
     on_device = True
 
     def __init__(self, slot, values: torch.Tensor | None = None):
-        """values: (numel) of a sum that goes on here."""
+        """values: of a sum that goes on here."""
         self._slot = slot
-        self._values = torch.empty(slot.numel, dtype=torch.float32, device=slot.param.device)
+        self._values = _empty_sum(slot, slot.param.device)
         if values is not None:
             self._values.copy_(values)
         self.bytes = 4 * slot.numel
@@ -71,28 +72,31 @@ class DeviceSum:
     def start(self) -> None:
         """With the first gradient, which the home keeps."""
         first = self._slot.home.gradient_beside_weights()
-        self.start_all([(self._slot, first.to(self._values.device, non_blocking=True))])
+        self.start_all([self._slot], [first.to(self._values.device, non_blocking=True)])
 
     @staticmethod
-    def start_all(gradients: list) -> None:
-        """(slot, gradient (numel)): their sums become these first gradients, which the homes do not keep."""
-        if gradients:
-            torch._foreach_copy_(_writable_sums(gradients), [grad for _, grad in gradients])
+    def start_all(slots: list, gradients: list[torch.Tensor]) -> None:
+        """The sums of these slots become these first gradients, which the homes do not keep."""
+        if slots:
+            torch._foreach_copy_(_writable_sums(slots), gradients)
 
     @staticmethod
-    def add_all(gradients: list) -> None:
-        """(slot, gradient (numel)): their sums grow by them."""
-        if gradients:
-            torch._foreach_add_(_writable_sums(gradients), [grad for _, grad in gradients])
+    def add_all(slots: list, gradients: list[torch.Tensor]) -> None:
+        """The sums of these slots grow by these gradients."""
+        if slots:
+            torch._foreach_add_(_writable_sums(slots), gradients)
 
     def rounded(self) -> torch.Tensor:
-        """(numel) in the weights' dtype, for the home. In fp32 it is the sum itself."""
+        """In the weights' dtype, for the home. In fp32 it is the sum itself."""
         return self._values.to(self._slot.dtype)
 
 
-def _writable_sums(gradients: list) -> list[torch.Tensor]:
+def _empty_sum(slot, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(slot.param.size(), slot.param.stride(), dtype=torch.float32, device=device)
+
+
+def _writable_sums(slots: list) -> list[torch.Tensor]:
     """The sums on the device of these slots, once nobody reads them as an fp32 gradient any more."""
-    slots = [slot for slot, _ in gradients]
     for link, event in {(slot.link, slot.home.left_last) for slot in slots}:
         link.wait_arrival(event)
     return [slot.sum._values for slot in slots]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 
 import torch
 
@@ -66,6 +66,10 @@ class OffloadedGradient(torch.Tensor):
 
     @staticmethod
     def make(slot) -> OffloadedGradient:
+        """What is to stand in for the next gradient of a slot: the last one, if nobody else has kept it."""
+        slot.stand_in = None
+        if _is_free(slot):
+            return slot.made
         if slot.stand_in_of is None:
             parameter = slot.param
             one = torch.empty((), dtype=parameter.dtype, device=parameter.device)
@@ -73,7 +77,8 @@ class OffloadedGradient(torch.Tensor):
         gradient = torch.Tensor._make_subclass(OffloadedGradient, slot.stand_in_of)
         # Weak, since autograd's reference from the parameter to its gradient is hidden from Python's
         # collector: a strong one would keep parameter and optimizer alive for ever.
-        gradient._slot_reference = weakref.ref(slot)
+        gradient._slot_reference = slot.reference
+        slot.made = gradient
         return gradient
 
     @property
@@ -104,6 +109,15 @@ class OffloadedGradient(torch.Tensor):
         brought: dict[int, torch.Tensor] = {}  # one tensor for each gradient, however often it occurs
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
+
+
+_use_count = getattr(torch._C.TensorBase, "_use_count", None)  # an older torch does not tell
+
+
+def _is_free(slot) -> bool:
+    """Whether nobody but the slot has its last stand-in: in Python its attribute and the argument below are the only
+    references, in torch the one of the Python object is."""
+    return _use_count is not None and sys.getrefcount(slot.made) == 2 and _use_count(slot.made) == 1
 
 
 _IN_PLACE_DUNDERS = {

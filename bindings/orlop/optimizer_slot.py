@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from .gradient_batch import Unit, keep, settle
 from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
 from .state_home import DeviceHome, HostHome
-from .torch_support import flat, in_layout_of
+from .torch_support import in_layout_of
 
 
 class Slot:
@@ -32,10 +33,12 @@ class Slot:
         self.numel = param.numel()
         self.address = param.data_ptr()
         self.is_contiguous = param.is_contiguous()
+        self.reference = weakref.ref(self)
         self.version = param._version  # of the weights, when this optimizer last wrote or read them
         self.measures = True
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
+        self.made: OffloadedGradient | None = None  # the last stand-in, in use or not
         self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
         self.waits = False  # for the rest of its unit: backward has written `p.grad`
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
@@ -83,14 +86,16 @@ class Slot:
             self.param.grad = None
 
     def plain_gradient(self) -> torch.Tensor | None:
-        """(numel) of the `p.grad` that backward has written, in the weights' layout; None if there is none, or one
-        that stays where it is."""
+        """The `p.grad` that backward has written, in the weights' layout; None if there is none, or one that stays
+        where it is."""
         grad = self.param.grad
-        if grad is None or grad is self.stand_in or grad.dtype != self.dtype or grad.layout != torch.strided:
+        if grad is None or grad is self.stand_in:
             return None
-        if self.is_contiguous and grad.is_contiguous() and not grad.is_neg() and not grad.requires_grad:
-            return grad.view(-1)
-        return flat(in_layout_of(grad.detach(), self.param))
+        if grad.dtype is not self.dtype or grad.layout is not torch.strided:
+            return None
+        if self.is_contiguous and grad.is_contiguous() and not (grad.requires_grad or grad.is_neg()):
+            return grad
+        return in_layout_of(grad.detach(), self.param)
 
     def settle(self) -> None:
         """The gradient as it stands is on its way to the home."""
@@ -99,7 +104,7 @@ class Slot:
 
     def lend_gradient(self) -> None:
         """Gives the home the plain `p.grad`, which stays where it is."""
-        keep([(self, flat(in_layout_of(self.param.grad.detach(), self.param)))])
+        keep([self], [in_layout_of(self.param.grad.detach(), self.param)])
         self.copied = True
 
     def drop_gradient(self) -> None:

@@ -119,7 +119,7 @@ class Placement:
         for key, plane in old.planes.items():
             new.planes[key].copy_(plane)
         if slot.stand_in is not None:
-            new.keep([new], [old.arrived().to(slot.device, copy=True)])
+            new.keep([new], [old.arrived().to(slot.device, copy=True)], slot.measures)
         if isinstance(slot.sum, HostSum):
             slot.sum = DeviceSum(slot, slot.sum.values)
         slot.home, slot.copied = new, False
@@ -136,7 +136,8 @@ class Placement:
         for key, plane in old.planes.items():
             new.planes[key].copy_(plane)
         if slot.stand_in is not None:
-            keep([(slot, old.gradient)])
+            keep([slot], [old.gradient])
+        old.forget_gradient()
         slot.copied = False
         old.link.states.synchronize()  # nobody writes the planes, which torch gives to somebody else
         old.link.room.give(old.bytes)

@@ -38,7 +38,7 @@ class HostHome:
             kind = torch.int16 if rest == "master_lo" else torch.float32
             self.planes[rest] = self._plane(rest, kind, param)
         self.weights = self._flat_plane("weights", self.dtype) if link else None
-        self.gradient = self._flat_plane("gradient", self.dtype) if hold else None
+        self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         self.measured = False  # the optimizer's thread sums the squares of what is here
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device
@@ -104,35 +104,31 @@ class HostHome:
     # --- gradient -------------------------------------------------------------------------------
 
     @staticmethod
-    def keep(homes: list[HostHome], grads: list[torch.Tensor]) -> None:
-        """Each of `grads` (numel) becomes the gradient of its home, behind the last job, which may still read the
-        one before. All homes have one link, or none."""
-        link = homes[0].link
-        if link:
-            arrival = link.offload(grads, homes)
-            for home in homes:
-                home.arrival = home.left_last = arrival
-            return
-        for home, grad in zip(homes, grads, strict=True):
-            home.native.wait([home.index])
-            home.gradient.copy_(grad)
-
-    @staticmethod
-    def measure(homes: list[HostHome]) -> None:
-        """Has the norms of gradients that were kept together summed behind their arrival."""
+    def keep(homes: list[HostHome], grads: list[torch.Tensor], measures: bool) -> None:
+        """Each of `grads`, in the weights' layout, becomes the gradient of its home, behind the last job, which may
+        still read the one before; with `measures` and a link the norms are summed behind their arrival, else when
+        somebody asks. All homes have one link, or none."""
         first = homes[0]
-        if not first.link:  # when somebody asks
+        link, job = first.link, 0
+        if not link:
+            for home, grad in zip(homes, grads, strict=True):
+                home.native.wait([home.index])
+                home.gradient.copy_(grad)
             return
-        job = first.native.measure([home.index for home in homes], *first.fence(), first.arrival)
+        arrival = link.offload(grads, homes)
+        if measures:
+            job = first.native.measure([home.index for home in homes], *link.fence(arrival), arrival)
         for home in homes:
-            home.job, home.measured = job, True
+            home.arrival = home.left_last = arrival
+            if measures:
+                home.job, home.measured = job, True
 
     def fence(self) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for the gradient: address and argument."""
         return self.link.fence(self.arrival) if self.link else (0, 0)
 
     def arrived(self) -> torch.Tensor:
-        """The gradient (numel), complete."""
+        """The gradient, complete."""
         if self.arrival is not None:
             self.arrival.synchronize()
         else:
@@ -140,7 +136,7 @@ class HostHome:
         return self.gradient
 
     def gradient_beside_weights(self) -> torch.Tensor:
-        """The gradient (numel) where the weights are, in the order of torch's current stream."""
+        """The gradient where the weights are, in the order of torch's current stream."""
         self.link.wait_arrival(self.arrival)
         return self.gradient
 
@@ -243,20 +239,15 @@ class DeviceHome:
     # --- gradient -------------------------------------------------------------------------------
 
     @staticmethod
-    def keep(homes: list[DeviceHome], grads: list[torch.Tensor]) -> None:
-        """Each of `grads` (numel), which nobody else writes, is the gradient of its home."""
+    def keep(homes: list[DeviceHome], grads: list[torch.Tensor], measures: bool) -> None:
+        """Each of `grads`, in the weights' layout, which nobody else writes, is the gradient of its home. Norms are
+        summed when somebody asks, those of all gradients that wait for it in one go."""
         for home, grad in zip(homes, grads, strict=True):
-            home.gradient = grad
-
-    @staticmethod
-    def measure(homes: list[DeviceHome]) -> None:
-        """Issues the norms of the gradients that these homes of one device keep."""
-        homes[0].link.states.square_sums([home.gradient for home in homes], [home.row for home in homes])
-        for home in homes:
-            home.measured = True
+            home.gradient, home.measured = grad, False
+        homes[0].link.states.unmeasured.update(dict.fromkeys(homes))
 
     def arrived(self) -> torch.Tensor:
-        """The gradient (numel), in the order of torch's current stream."""
+        """The gradient, in the order of torch's current stream."""
         return self.gradient
 
     gradient_beside_weights = arrived
@@ -268,15 +259,25 @@ class DeviceHome:
         return total, bad < 0
 
     def forget_gradient(self) -> None:
-        self.measured, self.gradient = False, None
+        self.measured = False
+        if self.gradient is not None:
+            self.gradient = None
+            self.link.states.unmeasured.pop(self, None)
 
 
 def measure_on_device(slots: list) -> None:
-    """Issues the norms of gradients as they stand, of slots whose homes are on devices."""
+    """Issues the norms of gradients as they stand: of these slots, whose homes are on devices, and of all that are
+    kept on the same ones."""
     for slot in slots:
-        slot.home.gradient = flat(slot.gradient_to_use())
-    for link in {slot.home.link for slot in slots}:
-        DeviceHome.measure([slot.home for slot in slots if slot.home.link is link])
+        home = slot.home
+        home.gradient = slot.gradient_to_use()
+        home.link.states.unmeasured[home] = None
+    for states in {slot.home.link.states for slot in slots}:
+        homes = list(states.unmeasured)
+        states.unmeasured.clear()
+        states.square_sums([home.gradient for home in homes], [home.row for home in homes])
+        for home in homes:
+            home.measured = True
 
 
 def _empty_as(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

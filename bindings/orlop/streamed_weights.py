@@ -106,6 +106,13 @@ class Block:
         self.callers: set[int] = set()  # blocks whose forward calls it
         self.holds = 0  # gathered() sections, and those whose graph may still read it
 
+    def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Room for the weights: where they go (numel), and the homes (numel) that they come from."""
+        for entry in self.entries:
+            entry.open()
+        away = [entry for entry in self.entries if entry.host is not None]
+        return [entry.flat for entry in away], [entry.host for entry in away]
+
 
 class _Link:
     """What an optimizer's slot asks of its link, for weights that are fetched by their block instead."""
@@ -123,10 +130,12 @@ class _Link:
         self._manager().block_of[slot.param].stale = True
         self._manager().refresh()
 
-    def upload(self, slot, version) -> None:
-        """The home is written by the update itself; a copy on the device is fetched again when it is needed."""
-        block = self._manager().block_of[slot.param]
-        block.stale, block.update = True, (slot.home, version)
+    def upload(self, slots, version) -> None:
+        """The homes are written by the update itself; a copy on the device is fetched again when it is needed."""
+        manager = self._manager()
+        for slot in slots:
+            block = manager.block_of[slot.param]
+            block.stale, block.update = True, (slot.home, version)
 
     def offload(self, grads, homes):
         if self._inner is not None:
@@ -135,6 +144,10 @@ class _Link:
             home.native.wait([home.index])
             home.gradient.copy_(grad)
         return None
+
+    def let_go(self) -> None:
+        if self._inner is not None:
+            self._inner.let_go()
 
     def take_room(self, size: int) -> bool:
         return self._inner is not None and self._inner.take_room(size)
@@ -206,35 +219,19 @@ class StreamedWeights:
         self.fetches += 1
         link = self.device_link
         if link is not None:
-            block.arrived = link.bring(
-                block.update,
-                lambda: [entry.open() for entry in block.entries],
-                lambda: self._copy_home(block, link.is_pinned),
-            )
+            block.arrived = link.bring(block.update, block.open)
         else:
             for entry in block.entries:
                 entry.wait()
-                entry.open()
-            self._copy_home(block, False)
+            with torch.no_grad():
+                for into, home in zip(*block.open(), strict=True):
+                    into.copy_(home)
         if not block.here:
             self._here += 1
             self.peak_blocks = max(self.peak_blocks, self._here)
             if not block.resident:
                 self._visiting[block.index] = block
         block.here, block.stale = True, False
-
-    @staticmethod
-    def _copy_home(block: Block, is_pinned: bool) -> None:
-        """One call for the whole block. `is_pinned`: the homes that an optimizer keeps are."""
-        away = [entry for entry in block.entries if entry.host is not None]
-        if not away:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [entry.flat for entry in away],
-                [entry.host for entry in away],
-                non_blocking=is_pinned and all(entry.slot is not None for entry in away),
-            )
 
     def fetch_resident(self) -> None:
         """After an update was submitted: blocks that stay take their new weights as they are written, in the

@@ -1,6 +1,7 @@
 #include "cpu_adam/grad_norm.h"
 
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 #include "base/bytes.h"
@@ -51,15 +52,16 @@ __device__ __forceinline__ void take(float value, Out* rounded, int64_t i, doubl
   if (!isfinite(exact) && i < bad) bad = i;
 }
 
+// The 16 chunks of `block` by one thread block, into element `to` of the scratch.
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kBlock)
-    round_grad_kernel(const In* grad, Out* rounded, int64_t numel, Scratch scratch) {
+__device__ __forceinline__ void sum_chunks(const In* grad, Out* rounded, int64_t numel,
+                                           int64_t block, const Scratch& scratch, int64_t to) {
   __shared__ double sums[kBlockChunks];
   __shared__ int64_t bads[kBlockChunks];
   const int lane = static_cast<int>(threadIdx.x) % kNormLanes;
   const int slot = static_cast<int>(threadIdx.x) / kNormLanes;
   const int64_t chunks = (numel + kNormChunk - 1) / kNormChunk;
-  const int64_t chunk = int64_t{blockIdx.x} * kBlockChunks + slot;
+  const int64_t chunk = block * kBlockChunks + slot;
   const int64_t begin = chunk * kNormChunk;
   const int64_t end = begin + kNormChunk < numel ? begin + kNormChunk : numel;
   double sum = 0;
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kBlock)
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const int64_t left = chunks - int64_t{blockIdx.x} * kBlockChunks;
+  const int64_t left = chunks - block * kBlockChunks;
   int count = left < kBlockChunks ? static_cast<int>(left) : kBlockChunks;
   for (int k = 1; k < count; ++k) bads[0] = bads[k] < bads[0] ? bads[k] : bads[0];
   while (count > 1) {
@@ -96,12 +98,18 @@ __global__ void __launch_bounds__(kBlock)
     if (count % 2 == 1) sums[pairs] = sums[count - 1];
     count = pairs + count % 2;
   }
-  scratch.sums[blockIdx.x] = sums[0];
-  scratch.bad[blockIdx.x] = bads[0];
+  scratch.sums[to] = sums[0];
+  scratch.bad[to] = bads[0];
 }
 
-__global__ void __launch_bounds__(kFoldBlock)
-    fold_kernel(Scratch scratch, double* square_sum, int64_t* first_nonfinite) {
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kBlock)
+    round_grad_kernel(const In* grad, Out* rounded, int64_t numel, Scratch scratch) {
+  sum_chunks(grad, rounded, numel, blockIdx.x, scratch, blockIdx.x);
+}
+
+__device__ __forceinline__ void fold(const Scratch& scratch, double* square_sum,
+                                     int64_t* first_nonfinite) {
   __shared__ int64_t bads[kFoldBlock];
   const int tid = static_cast<int>(threadIdx.x);
   int64_t bad = INT64_MAX;
@@ -128,6 +136,49 @@ __global__ void __launch_bounds__(kFoldBlock)
   if (tid != 0) return;
   *square_sum = scratch.blocks > 0 ? from[0] : 0.0;
   *first_nonfinite = bads[0] == INT64_MAX ? -1 : bads[0];
+}
+
+__global__ void __launch_bounds__(kFoldBlock)
+    fold_kernel(Scratch scratch, double* square_sum, int64_t* first_nonfinite) {
+  fold(scratch, square_sum, first_nonfinite);
+}
+
+// Several tensors of one launch, which takes the table with it.
+constexpr int kMostTensors = 64;
+struct SquareSumTable {
+  const void* values[kMostTensors];
+  int64_t numel[kMostTensors];
+  int64_t first_block[kMostTensors + 1];  // where its blocks begin, and where all end
+  double* square_sum[kMostTensors];
+  int64_t* first_nonfinite[kMostTensors];
+  int count;
+};
+static_assert(sizeof(SquareSumTable) + sizeof(Scratch) <= 4096, "what a launch takes");
+
+template <typename In>
+__global__ void __launch_bounds__(kBlock)
+    square_sums_kernel(const __grid_constant__ SquareSumTable table, Scratch scratch) {
+  const int64_t block = blockIdx.x;
+  int tensor = 0;  // the last one that begins at this block or before it
+  for (int high = table.count - 1; tensor < high;) {
+    const int middle = (tensor + high + 1) / 2;
+    if (table.first_block[middle] <= block) {
+      tensor = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  sum_chunks<In, In>(static_cast<const In*>(table.values[tensor]), nullptr, table.numel[tensor],
+                     block - table.first_block[tensor], scratch, block);
+}
+
+// One block for each tensor.
+__global__ void __launch_bounds__(kFoldBlock)
+    fold_tensors_kernel(const __grid_constant__ SquareSumTable table, Scratch scratch) {
+  const int64_t first = table.first_block[blockIdx.x];
+  const int64_t blocks = table.first_block[blockIdx.x + 1] - first;
+  fold({scratch.sums + first, scratch.other + first, scratch.bad + first, blocks},
+       table.square_sum[blockIdx.x], table.first_nonfinite[blockIdx.x]);
 }
 
 // One thread: a few hundred FlatParams, each rank by rank, summed in their order.
@@ -182,17 +233,48 @@ void round_grad(const RoundGradArgs& args, cudaStream_t stream) {
   ORLOP_CUDA_LAUNCHED("fold_kernel");
 }
 
-void square_sum(const SquareSumArgs& args, cudaStream_t stream) {
-  const Scratch scratch = make_scratch(args.scratch, args.numel);
-  if (args.numel > 0) {
-    dispatch_float(args.dtype, "square_sum", [&]<typename In>() {
-      round_grad_kernel<In, In><<<static_cast<unsigned>(scratch.blocks), kBlock, 0, stream>>>(
-          static_cast<const In*>(args.values), nullptr, args.numel, scratch);
-      ORLOP_CUDA_LAUNCHED("round_grad_kernel");
+size_t square_sums_scratch_bytes(std::span<const SquareSumArgs> tensors) {
+  int64_t blocks = 0;
+  for (const SquareSumArgs& tensor : tensors) blocks += ceil_div(tensor.numel, kBlockElements);
+  // Sums, the levels between and bad indices. Every launch uses it from its begin.
+  return align_up(static_cast<size_t>(3 * blocks) * sizeof(double), kDeviceAlignment);
+}
+
+namespace {
+
+void launch(const SquareSumTable& table, DType dtype, void* scratch, cudaStream_t stream) {
+  const int64_t blocks = table.first_block[table.count];
+  auto* sums = static_cast<double*>(scratch);
+  const Scratch parts{sums, sums + blocks, reinterpret_cast<int64_t*>(sums + 2 * blocks), blocks};
+  if (blocks > 0) {
+    dispatch_float(dtype, "square_sums", [&]<typename In>() {
+      square_sums_kernel<In><<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(table, parts);
+      ORLOP_CUDA_LAUNCHED("square_sums_kernel");
     });
   }
-  fold_kernel<<<1, kFoldBlock, 0, stream>>>(scratch, args.square_sum, args.first_nonfinite);
-  ORLOP_CUDA_LAUNCHED("fold_kernel");
+  fold_tensors_kernel<<<static_cast<unsigned>(table.count), kFoldBlock, 0, stream>>>(table, parts);
+  ORLOP_CUDA_LAUNCHED("fold_tensors_kernel");
+}
+
+}  // namespace
+
+void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    SquareSumTable table{};
+    for (const SquareSumArgs& tensor : tensors) {
+      if (tensor.dtype != dtype) continue;
+      const int64_t first = table.first_block[table.count];
+      table.values[table.count] = tensor.values;
+      table.numel[table.count] = tensor.numel;
+      table.square_sum[table.count] = tensor.square_sum;
+      table.first_nonfinite[table.count] = tensor.first_nonfinite;
+      table.first_block[++table.count] = first + ceil_div(tensor.numel, kBlockElements);
+      if (table.count < kMostTensors) continue;
+      launch(table, dtype, scratch, stream);
+      table.count = 0;  // first_block[0] stays 0
+    }
+    if (table.count > 0) launch(table, dtype, scratch, stream);
+  }
 }
 
 void finish_norm(const FinishNormArgs& args, cudaStream_t stream) {

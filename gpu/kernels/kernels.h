@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "backend/ops.h"
 #include "cpu_adam/adam.h"
@@ -37,13 +38,14 @@ void round_grad(const RoundGradArgs& args, cudaStream_t stream);
 // The square sum of a gradient as it is: that of round_grad() where it would round to `dtype`.
 struct SquareSumArgs {
   const void* values = nullptr;
-  DType dtype = DType::kF32;
+  DType dtype = DType::kF32;  // F32, BF16 or F16
   double* square_sum = nullptr;
   int64_t* first_nonfinite = nullptr;
-  void* scratch = nullptr;  // grad_norm_scratch_bytes(numel)
   int64_t numel = 0;
 };
-void square_sum(const SquareSumArgs& args, cudaStream_t stream);
+size_t square_sums_scratch_bytes(std::span<const SquareSumArgs> tensors);
+// Two launches for every 64 tensors of one dtype.
+void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream);
 void finish_norm(const FinishNormArgs& args, cudaStream_t stream);
 
 // `constants` are those of the step; its grad_scale is read from args.scalars instead.

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "orlop/cpu_adam.h"
 #include "orlop/export.h"
@@ -16,25 +17,47 @@ struct DeviceStream {
   void* stream = nullptr;
 };
 
-// What device_square_sum() writes, in device memory.
+// What device_square_sums() writes, in device memory.
 struct DeviceSquareSum {
   double sum = 0;
   int64_t first_nonfinite = -1;  // index of the first NaN or Inf, or -1
 };
 
-// Device memory that either call below needs for `numel` elements, aligned to 256 bytes. It is in
-// use until the work on the stream has run.
-ORLOP_EXPORT size_t device_optimizer_scratch_bytes(int64_t numel);
+// One copy between device memory and host memory, in either direction.
+struct DeviceCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
+};
+
+// A gradient in device memory (numel; F32, BF16 or F16), and where the sum of its squares goes.
+struct DeviceGradient {
+  const void* values = nullptr;
+  DType dtype = DType::kF32;
+  int64_t numel = 0;
+  DeviceSquareSum* result = nullptr;
+};
+
+// All calls throw Error(kDevice) without the CUDA part of Orlop. Their scratch is device memory,
+// aligned to 256 bytes, and in use until the work on the stream has run.
+
+ORLOP_EXPORT size_t device_adam_scratch_bytes();
 
 // One Adam step over planes in device memory. The gradient has the compute dtype. Throws
-// Error(kUsage) as adam_step() does, Error(kDevice) without the CUDA part of Orlop.
+// Error(kUsage) as adam_step() does.
 ORLOP_EXPORT void device_adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad_scale,
                                    void* scratch, const DeviceStream& stream);
 
-// Sum of the squares of fp32, bf16 or fp16 values, as grad_square_sum() adds them. `result` is
-// device memory.
-ORLOP_EXPORT void device_square_sum(const void* values, DType dtype, int64_t numel,
-                                    DeviceSquareSum* result, void* scratch,
-                                    const DeviceStream& stream);
+ORLOP_EXPORT size_t device_square_sums_scratch_bytes(std::span<const DeviceGradient> gradients);
+
+// Sums of squares as grad_square_sum() adds them, in a few launches for all. Throws Error(kUsage)
+// for another dtype or a negative count.
+ORLOP_EXPORT void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch,
+                                     const DeviceStream& stream);
+
+// Issues copies, in their order, behind what `behind`, a cudaStream_t of the same device, was given
+// so far. The call waits for those whose host memory is not pinned, and for no others.
+ORLOP_EXPORT void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream,
+                                void* behind);
 
 }  // namespace orlop

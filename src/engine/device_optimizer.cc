@@ -9,18 +9,24 @@ namespace {
 
 // Loaded with the first call; stays for the life of the process.
 struct CudaOptimizer {
-  OrlopCudaScratchBytes scratch_bytes = nullptr;
+  OrlopCudaAdamScratchBytes adam_scratch_bytes = nullptr;
   OrlopCudaAdamStep adam_step = nullptr;
-  OrlopCudaSquareSum square_sum = nullptr;
+  OrlopCudaSquareSumsScratchBytes square_sums_scratch_bytes = nullptr;
+  OrlopCudaSquareSums square_sums = nullptr;
+  OrlopCudaCopies copies = nullptr;
   std::string error;
 };
 
 CudaOptimizer load() {
   SharedLibrary library("liborlop_cuda.so");
   CudaOptimizer cuda;
-  cuda.scratch_bytes = library.find<OrlopCudaScratchBytes>("orlop_cuda_scratch_bytes");
+  cuda.adam_scratch_bytes =
+      library.find<OrlopCudaAdamScratchBytes>("orlop_cuda_adam_scratch_bytes");
   cuda.adam_step = library.find<OrlopCudaAdamStep>("orlop_cuda_adam_step");
-  cuda.square_sum = library.find<OrlopCudaSquareSum>("orlop_cuda_square_sum");
+  cuda.square_sums_scratch_bytes =
+      library.find<OrlopCudaSquareSumsScratchBytes>("orlop_cuda_square_sums_scratch_bytes");
+  cuda.square_sums = library.find<OrlopCudaSquareSums>("orlop_cuda_square_sums");
+  cuda.copies = library.find<OrlopCudaCopies>("orlop_cuda_copies");
   cuda.error = library.error();
   return cuda;
 }
@@ -36,17 +42,31 @@ const CudaOptimizer& cuda() {
 
 }  // namespace
 
-size_t device_optimizer_scratch_bytes(int64_t numel) { return cuda().scratch_bytes(numel); }
+size_t device_adam_scratch_bytes() { return cuda().adam_scratch_bytes(); }
 
 void device_adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad_scale,
                       void* scratch, const DeviceStream& stream) {
   cuda().adam_step(&shard, &hyper, grad_scale, scratch, &stream);
 }
 
-void device_square_sum(const void* values, DType dtype, int64_t numel, DeviceSquareSum* result,
-                       void* scratch, const DeviceStream& stream) {
-  check(numel >= 0, ErrorCode::kUsage, "device_square_sum: numel = {} is negative", numel);
-  cuda().square_sum(values, dtype, numel, result, scratch, &stream);
+size_t device_square_sums_scratch_bytes(std::span<const DeviceGradient> gradients) {
+  return cuda().square_sums_scratch_bytes(gradients.data(), gradients.size());
+}
+
+void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch,
+                        const DeviceStream& stream) {
+  for (const DeviceGradient& gradient : gradients) {
+    const DType dtype = gradient.dtype;
+    check(gradient.numel >= 0, ErrorCode::kUsage, "device_square_sums: numel = {} is negative",
+          gradient.numel);
+    check(dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16, ErrorCode::kUsage,
+          "device_square_sums: dtype {} is not F32, BF16 or F16", dtype_name(dtype));
+  }
+  cuda().square_sums(gradients.data(), gradients.size(), scratch, &stream);
+}
+
+void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream, void* behind) {
+  cuda().copies(copies.data(), copies.size(), &stream, behind);
 }
 
 }  // namespace orlop

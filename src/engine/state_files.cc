@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <set>
 #include <utility>
 
 #include "base/check.h"
 #include "base/half.h"
+#include "base/numbered_name.h"
 #include "formats/safetensors_writer.h"
 
 namespace orlop {
@@ -92,21 +92,12 @@ void write_plane(SafetensorsWriter& writer, StateStore& states, const PlanePiece
   });
 }
 
-// R of "optim/rank-R.safetensors", or -1.
-int rank_of_file(std::string_view name) {
-  if (!name.starts_with(kPrefix) || !name.ends_with(kSuffix)) return -1;
-  name.remove_prefix(kPrefix.size());
-  name.remove_suffix(kSuffix.size());
-  int rank = -1;
-  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), rank);
-  return error == std::errc() && end == name.data() + name.size() ? rank : -1;
-}
-
 // The state files of a checkpoint in the order of their ranks.
 std::vector<fs::path> state_files(const fs::path& folder, const Manifest& manifest) {
   std::map<int, fs::path> by_rank;
   for (const ManifestFile& file : manifest.files) {
-    if (const int rank = rank_of_file(file.path); rank >= 0) by_rank[rank] = folder / file.path;
+    if (const int rank = number_in(file.path, kPrefix, kSuffix); rank >= 0)
+      by_rank[rank] = folder / file.path;
   }
   std::vector<fs::path> files;
   for (const auto& [rank, file] : by_rank) {

@@ -53,7 +53,7 @@ class HostStates:
     is_available = True
 
     def __init__(self):
-        self.rows, self.sums, self.issued = 0, {}, []
+        self.rows, self.sums, self.issued, self.unmeasured = 0, {}, [], {}
         self.updated = 0  # parameters
         self._native = _orlop.TensorOptimizer(1)
 
@@ -134,7 +134,7 @@ class HostLink:
         self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
         self.up = None
         self.pending = []
-        self.uploads = self.offloads = 0
+        self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
 
     def pin(self, ranges):
@@ -155,6 +155,9 @@ class HostLink:
         self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last
 
+    def let_go(self):
+        self.let_go_at = self.offloads
+
     def take_room(self, size):
         return self.room.take(size)
 
@@ -174,28 +177,31 @@ class HostLink:
     def begin_updates(self):
         self.make_current_stream_wait()
 
-    def upload(self, slot, version):
-        home = slot.home
-        written = home.native.written_address(home.index)
+    def upload(self, slots, version):
+        last = slots[-1].home
+        written = last.native.written_address(last.index)
         assert any(begin <= written < begin + size for begin, size in self.ranges)
         gate = ctypes.c_uint32.from_address(written)
 
-        def copy():
+        def copy(homes=[slot.home for slot in slots]):
             while gate.value < version:
                 time.sleep(0.0005)
-            slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
+            for slot, home in zip(slots, homes, strict=True):
+                slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
 
         self.uploads += 1
-        slot.uploaded = threading.Thread(target=copy)
-        slot.uploaded.start()
-        self.pending.append(slot.uploaded)
+        uploaded = threading.Thread(target=copy)
+        uploaded.start()
+        for slot in slots:
+            slot.uploaded = uploaded
+        self.pending.append(uploaded)
 
-    def bring(self, update, make_room, copy):
-        make_room()
+    def bring(self, update, make_room):
+        into, homes = make_room()
         if update is not None:
             home, _ = update
             home.native.wait([home.index])
-        return Updated(copy)
+        return Updated((lambda: torch._foreach_copy_(into, homes)) if into else None)
 
     def wait_upload(self, slot):
         for thread in self.pending:

@@ -88,7 +88,8 @@ def test_fp32_equals_torch(accumulation, hidden):
 
 
 def test_every_way_gives_the_same_bits(monkeypatch):
-    """Hidden or not, away or not, with and without the driver's stream waits and pinned memory."""
+    """Hidden or not, away or not, with and without the driver's stream waits and pinned memory, and with torch's
+    copies in the place of our own."""
     from orlop import device_link
 
     torch.use_deterministic_algorithms(True)
@@ -103,8 +104,9 @@ def test_every_way_gives_the_same_bits(monkeypatch):
     try:
         expected = run()
         runs = [run(hidden=True), run(gradients="stay", hidden=True), run(threads=1)]
-        monkeypatch.setattr(device_link, "_driver", lambda: None)
-        runs += [run(), run(hidden=True)]
+        for name in ("has_cuda_part", "_driver"):
+            monkeypatch.setattr(device_link, name, lambda: None)
+            runs += [run(states="host"), run(hidden=True, states="host"), run(hidden=True)]
     finally:
         torch.use_deterministic_algorithms(False)
     for index, (losses, weights) in enumerate(runs):
@@ -370,7 +372,8 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("states", ["host", "auto"])
 def test_python_time_per_block(states):
     """Python adds at most 100 us per block and pass: the host's time for forward and backward of blocks whose kernels
-    are shorter than their launches, beside that of plain PyTorch."""
+    are shorter than their launches, beside that of plain PyTorch, in turns. A forward begins when the update before
+    it has ended: waiting for an update is no work of Python's."""
     blocks = 28
     model = torch.nn.Sequential()
     model.layers = torch.nn.ModuleList(Layer(64) for _ in range(blocks))
@@ -383,24 +386,23 @@ def test_python_time_per_block(states):
         return x.sum()
 
     def seconds(m, o):
-        forwards, backwards = [], []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            loss = forward(m)
-            forwards.append(time.perf_counter() - begin)
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            loss.backward()
-            backwards.append(time.perf_counter() - begin)
-            if o:
-                o.step()
-            m.zero_grad()
-        return min(forwards), min(backwards)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = forward(m)
+        forward_seconds = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss.backward()
+        backward_seconds = time.perf_counter() - begin
+        if o:
+            o.step()
+        m.zero_grad()
+        return forward_seconds, backward_seconds
 
     plain = copy.deepcopy(model)
     optimizer = orlop.AdamW(model.parameters(), module=model, states=states)
-    with_orlop, without = seconds(model, optimizer), seconds(plain, None)
+    rounds = [(seconds(model, optimizer), seconds(plain, None)) for _ in range(30)]
+    with_orlop, without = ([min(pass_) for pass_ in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
     added = [(a - b) / blocks for a, b in zip(with_orlop, without, strict=True)]
     print(f"{states}: forward {added[0] * 1e6:.1f}, backward {added[1] * 1e6:.1f} us per block")
     assert max(added) <= 100e-6

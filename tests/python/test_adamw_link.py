@@ -95,6 +95,89 @@ def test_sums_on_the_device_leave_once(away, monkeypatch, room):
     optimizer.close()
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20], ids=["host", "device"])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 3, 2, 4]], ids=["single", "accumulated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_of_weights_and_gradients(away, monkeypatch, dtype, counts, room):
+    """Gradients, sums and states keep the order of the weights' memory: the same bits as a contiguous run, for weights
+    in other layouts and gradients that come in another one than theirs."""
+    monkeypatch.setattr(HostLink, "room_bytes", room)
+
+    def run(layout):
+        torch.manual_seed(2)
+        params = [torch.nn.Parameter(layout(torch.randn(2, 3, 4, 5).to(dtype))) for _ in range(2)]
+        optimizer = orlop.AdamW(params, lr=1e-2)
+        for count in counts:
+            for _ in range(count):
+                targets = [torch.randn(2, 3, 4, 5).to(dtype) for _ in params]
+                sum((p * t).sum() for p, t in zip(params, targets, strict=True)).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            read = [p.grad.clone() for p in params]
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        weights = [p.detach().clone() for p in params]
+        masters = [optimizer.master(p) for p in params]
+        optimizer.close()
+        return weights, masters, read
+
+    def channels_last(x):
+        return x.to(memory_format=torch.channels_last)
+
+    def permuted(x):
+        return x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+
+    expected = run(torch.Tensor.contiguous)
+    for layout in (channels_last, permuted):
+        for got, wanted in zip(run(layout), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("gradients", ["auto", "stay"])
+def test_memory_of_gradients_is_let_go(away, gradients):
+    """With the end of a backward, and of the call that copies those that stay."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in [(7,), (130, 3)]]
+    optimizer = orlop.AdamW(params, lr=0.1, gradients=gradients)
+    (link,) = optimizer._links.values()
+    for step in range(1, 3):
+        sum(p.sum() for p in params).backward()
+        left = 2 * step if gradients == "auto" else 2 * (step - 1)
+        assert (link.offloads, link.let_go_at) == (left, left)
+        optimizer.step()
+        assert (link.offloads, link.let_go_at) == (2 * step, 2 * step)
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_a_stand_in_that_nobody_kept_serves_again(away):
+    """One that somebody has kept never becomes the next gradient: reading it says that its own is gone."""
+    p = torch.nn.Parameter(torch.ones(50))
+    optimizer = orlop.AdamW([p], lr=0.1)
+
+    def backward(value):
+        (p * value).sum().backward()
+        return p.grad
+
+    made = id(backward(1.0))
+    optimizer.step()
+    p.grad = None
+    reuses = hasattr(torch.Tensor, "_use_count")
+    kept = backward(2.0)
+    assert (id(kept) == made) == reuses
+    optimizer.step()
+    optimizer.zero_grad()
+    hidden = [backward(3.0)]
+    assert hidden[0] is not kept
+    with pytest.raises(orlop.UsageError, match="earlier backward"):
+        kept.clone()
+    assert torch.equal(hidden[0].clone(), torch.full((50,), 3.0))
+    assert backward(1.0) is not hidden[0]  # accumulated
+    with pytest.raises(orlop.UsageError, match="earlier backward"):
+        hidden[0].clone()
+    assert torch.equal(optimizer.gradient(p), torch.full((50,), 4.0))
+    optimizer.close()
+
+
 def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
     """Asked with a limit and without; what was taken counts once, whether it was in use at the peak or not."""
     from orlop.device_room import DeviceRoom

@@ -173,6 +173,57 @@ def test_module_called_three_times_per_forward():
     assert torch.equal(run(gated), reference.blocks[0].weight.grad)
 
 
+class Parts(torch.nn.Module):
+    """Blocks of several parts, one of which two blocks share."""
+
+    def __init__(self, width=400):
+        super().__init__()
+        torch.manual_seed(0)
+        shared = torch.nn.Linear(width, width)
+        self.inp = torch.nn.Linear(8, width)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"a": torch.nn.Linear(width, width), "norm": torch.nn.LayerNorm(width), "b": shared})
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            for name in ("a", "norm", "b"):
+                x = torch.tanh(block[name](x))
+        return x
+
+
+def test_parts_of_blocks_wait_when_they_are_called_alone():
+    """No forward of a block tells that its weights are used. Once they are there, parts have no hooks."""
+
+    def hooks(model):
+        return [name for name, m in model.named_modules() if m._forward_pre_hooks]
+
+    def run(module):
+        model = Parts()
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-3, module=model if module else None)
+        whole = hooks(model)
+        result = []
+        for step in range(6):
+            loss = (model(torch.full((2, 8), 0.1 * (step + 1))) ** 2).mean()
+            assert hooks(model) == whole
+            loss.backward()
+            optimizer.step()
+            if module:
+                assert set(hooks(model)) == {name for name, _ in model.named_modules()} - {"blocks"}
+            optimizer.zero_grad()
+            result.append(loss.item())
+        if module:
+            optimizer.synchronize()
+            assert hooks(model) == whole
+        optimizer.close()
+        assert hooks(model) == []
+        return result
+
+    assert run(True) == run(False)
+
+
 def test_failed_update_reaches_the_next_forward():
     """The optimizer's thread fails; the forward that needs its weights raises and names the step."""
     import ctypes

@@ -51,7 +51,7 @@ def test_updates_equal_those_of_the_host(dtype, moments, decoupled):
         generator = torch.Generator().manual_seed(numel)
         weights = torch.randn(numel, generator=generator).to(dtype)
         planes = {k: v.cuda() for k, v in make_planes(dtype, moments, weights.clone()).items()}
-        scratch = torch.empty(_orlop.device_optimizer_scratch_bytes(numel), dtype=torch.uint8, device="cuda")
+        scratch = torch.empty(_orlop.device_adam_scratch_bytes(), dtype=torch.uint8, device="cuda")
         host = orlop.AdamW([torch.nn.Parameter(weights.clone())], gradients="stay",
                            moments="fp32" if moments == torch.float32 else "bf16")  # fmt: skip
         (p,) = host.param_groups[0]["params"]
@@ -81,34 +81,78 @@ def test_updates_equal_those_of_the_host(dtype, moments, decoupled):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_square_sums_equal_those_of_the_host(dtype):
-    """In one call, in rows of their own; the index of the first NaN or Inf too."""
-    sizes = [0, *SIZES]
+@pytest.mark.parametrize("dtypes", [*([d] for d in DTYPES), list(DTYPES)], ids=["fp32", "bf16", "fp16", "mixed"])
+def test_square_sums_equal_those_of_the_host(dtypes):
+    """In one call, in rows of their own; the index of the first NaN or Inf too. More tensors than one launch takes,
+    empty ones among them and at the end."""
+    sizes = ([0, *SIZES, 16384, 16385] * 20)[:-1] + [0, 0]
     native = _orlop.TensorOptimizer(1)
-    scratch = torch.empty(_orlop.device_optimizer_scratch_bytes(max(sizes)), dtype=torch.uint8, device="cuda")
     rows = list(reversed(range(len(sizes))))
     for bad in [False, True]:
-        values = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in sizes]
-        for tensor in values[1:] if bad else []:
-            tensor[-1] = math.inf
+        values = [
+            torch.randn(n, generator=torch.Generator().manual_seed(i)).to(dtypes[i % len(dtypes)])
+            for i, n in enumerate(sizes)
+        ]
+        for tensor in values[:: 3 if bad else len(values)]:
+            tensor[-1:] = math.inf
         found = torch.empty(len(sizes), 2, dtype=torch.float64, device="cuda")
         on_device = [tensor.cuda() for tensor in values]
-        _orlop.device_square_sums(
-            [(tensor.data_ptr(), DTYPES[dtype], tensor.numel()) for tensor in on_device], rows, found.data_ptr(),
-            scratch.data_ptr(), torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+        gradients = [(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel()) for tensor in on_device]
+        sums = _orlop.DeviceSquareSums(gradients, rows, found.data_ptr())
+        scratch = torch.empty(sums.scratch_bytes, dtype=torch.uint8, device="cuda")
+        sums.issue(scratch.data_ptr(), torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+        totals, firsts = found[:, 0].tolist(), found.view(torch.int64)[:, 1].tolist()
         for tensor, row in zip(values, rows, strict=True):
-            view = _orlop.GradientView(tensor.data_ptr(), DTYPES[dtype], tensor.numel())
+            view = _orlop.GradientView(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
             total, _, first = native.norm([view])
-            assert found[row, 0].item() == total
-            assert found.view(torch.int64)[row, 1].item() == first
+            assert (totals[row], firsts[row]) == (total, first), (tensor.dtype, tensor.numel())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_run_behind_the_stream_that_wrote_them(pinned):
+    """Down and up again, each behind another stream that is late; tensors without elements among them."""
+    device, late, stream = torch.cuda.current_device(), torch.cuda.Stream(), torch.cuda.Stream()
+    written = [torch.zeros(n, device="cuda") for n in (5, 0, 70001)]
+    hosts = [torch.zeros(t.numel(), pin_memory=pinned) for t in written]
+    back = [torch.zeros_like(t) for t in written]
+    torch.cuda.synchronize()
+
+    def copy(into, tensors, behind):
+        pairs = zip(into, tensors, strict=True)
+        copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in pairs]
+        _orlop.device_copies(copies, device, stream.cuda_stream, behind.cuda_stream)
+
+    with torch.cuda.stream(late):
+        torch.cuda._sleep(100_000_000)
+        for i, tensor in enumerate(written):
+            tensor.fill_(i + 1.0)
+    copy(hosts, written, late)
+    if pinned:
+        assert not late.query()  # the call has waited for nobody
+    copy(back, hosts, stream)
+    stream.synchronize()
+    for i, (host, tensor) in enumerate(zip(hosts, back, strict=True)):
+        assert torch.equal(host, torch.full_like(host, i + 1.0))
+        assert torch.equal(tensor.cpu(), host)
+
+
+def test_square_sums_of_less_than_nothing_are_refused():
+    try:
+        _orlop.device_adam_scratch_bytes()
+    except RuntimeError as error:
+        pytest.skip(f"this build has no CUDA part: {error}")
+    values = torch.zeros(8)
+    sums = _orlop.DeviceSquareSums([(values.data_ptr(), _orlop.DType.F32, -1)], [0], values.data_ptr())
+    with pytest.raises(orlop.UsageError, match="numel = -1"):
+        sums.issue(0, 0, 0)
 
 
 def test_shards_that_cannot_be_updated_are_refused():
     """Before anything is issued, by the name of the plane or of the dtype."""
     try:
-        _orlop.device_optimizer_scratch_bytes(1)
+        _orlop.device_adam_scratch_bytes()
     except RuntimeError as error:
         pytest.skip(f"this build has no CUDA part: {error}")
     weights = torch.zeros(8, dtype=torch.bfloat16)

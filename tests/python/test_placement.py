@@ -160,6 +160,35 @@ def test_states_move_once_after_the_first_step(monkeypatch):
         everything.close()
 
 
+@pytest.mark.parametrize("clip", ["ours", "torch", "none"])
+def test_norms_on_the_device_are_summed_in_one_call(monkeypatch, clip):
+    """Those of a whole step, by whoever asks first."""
+    with all_away(monkeypatch, 1 << 30):
+        model = Model(width=16)
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+        train(model, optimizer, 1)
+        (link,) = optimizer._links.values()
+        calls, issue = [], link.states.square_sums
+        monkeypatch.setattr(link.states, "square_sums", lambda g, rows: (calls.append(sorted(rows)), issue(g, rows)))
+        rows = list(range(len(optimizer._slots)))
+        for counts in (1, 1, 3, 3):
+            for part in range(counts):
+                (model(torch.full((2, 8), 1.0 + part)) ** 2).mean().backward()
+            assert calls == []
+            if clip == "ours":
+                optimizer.clip_grad_norm_(0.1)
+            elif clip == "torch":
+                norms = [float(optimizer.gradient(p).double().norm()) for p in model.parameters()]
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert float(norm) == pytest.approx(sum(n**2 for n in norms) ** 0.5, rel=1e-5)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert calls == [rows]
+            calls.clear()
+            assert link.states.unmeasured == {}
+        optimizer.close()
+
+
 def test_states_leave_where_their_room_is_needed(monkeypatch):
     """For a sum that has no room, and when a step needs more than any before: the same bits go on."""
 
