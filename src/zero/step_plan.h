@@ -168,7 +168,7 @@ enum class BufferKind : uint8_t {
   kBatch,  // micro_batch; in the host tier: staging
   kLoss,   // micro_batch
   kState,  // param: master planes and moments, where its Adam runs; of one on drives the rest
-           // planes of the chunks that stay in host memory; of an evaluation the compute copy
+           // planes of the chunks that stay in host memory; of an evaluation the compute copy alone
   kRope,
   kNormSums,  // (ranks) square sums and first non-finite index of every FlatParam
   kSnapshot,  // of states, while a save is running

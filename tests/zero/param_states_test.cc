@@ -6,6 +6,8 @@
 #include <cstring>
 #include <random>
 
+#include "orlop/error.h"
+
 namespace orlop {
 namespace {
 
