@@ -82,9 +82,14 @@ def test_device_memory_is_that_of_two_blocks():
     torch.cuda.reset_peak_memory_stats()
     block = 2 * (2048 * 2048 + 2048)
     assert torch.cuda.memory_allocated() - before <= block
+    with torch.no_grad():
+        model(torch.ones(1, 8, device="cuda", dtype=torch.bfloat16))
+    # Two blocks, activations and workspaces.
+    assert torch.cuda.max_memory_allocated() - before <= 3 * block + (64 << 20)
+    torch.cuda.reset_peak_memory_stats()
     train(model, optimizer, 2, first=2)
-    # Two blocks, the gradient of one weight, activations and workspaces.
-    assert torch.cuda.max_memory_allocated() - before <= 4 * block + (64 << 20)
+    # The gradients of all sixteen may be on their way as well; with the weights of all it would be twice that.
+    assert torch.cuda.max_memory_allocated() - before <= (3 + 16) * block + (64 << 20)
 
 
 def test_prefetch_hits():
