@@ -19,14 +19,15 @@ if(ORLOP_SANITIZE)
   target_link_options(orlop_requirements INTERFACE -fsanitize=${ORLOP_SANITIZE})
 endif()
 
-# One static library per folder, named after it. PRECOMPILE: it has enough files for a precompiled header to pay.
+# One static library per folder, named after it. PRECOMPILE: it has enough files for a precompiled header to pay;
+# not where the wheel takes its objects from the compiler cache, which finds none behind another tree's header.
 function(orlop_library name)
   cmake_parse_arguments(arg "PRECOMPILE" "" "SOURCES;DEPENDS;PRIVATE_DEPENDS" ${ARGN})
   add_library(${name} STATIC ${arg_SOURCES})
   set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_link_libraries(${name} PUBLIC orlop_requirements ${arg_DEPENDS}
                         PRIVATE ${arg_PRIVATE_DEPENDS})
-  if(arg_PRECOMPILE AND ORLOP_PRECOMPILE)
+  if(arg_PRECOMPILE AND ORLOP_PRECOMPILE AND ORLOP_SANITIZE)
     target_precompile_headers(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:${PROJECT_SOURCE_DIR}/src/base/prelude.h>")
   endif()
 endfunction()

@@ -13,15 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiler_of_the_build() -> dict[str, str]:
-    """The compiler of build/ by the name it has there, which is part of what ccache knows objects by."""
+# What ccache knows objects by: where all of it is that of build/, its objects serve the wheel.
+OF_THE_BUILD = ("CMAKE_CXX_COMPILER", "CMAKE_CXX_FLAGS_RELWITHDEBINFO", "ORLOP_PRECOMPILE")
+
+
+def settings_of_the_build() -> dict[str, str]:
     cache = ROOT / "build" / "CMakeCache.txt"
-    if not cache.exists():
-        return {}
-    for line in cache.read_text(encoding="utf-8").splitlines():
-        if line.startswith("CMAKE_CXX_COMPILER:"):
-            return {"CXX": line.partition("=")[2]}
-    return {}
+    lines = cache.read_text(encoding="utf-8").splitlines() if cache.exists() else []
+    known = {line.partition(":")[0]: line.partition("=")[2] for line in lines}
+    return {name: known[name] for name in OF_THE_BUILD if name in known}
 
 
 @pytest.mark.packaging
@@ -29,9 +29,11 @@ def test_pip_install_gives_module_and_command(tmp_path):
     pytest.importorskip("scikit_build_core")
     target = tmp_path / "site"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    settings: dict[str, str] = {}
     if shutil.which("ccache"):  # without the folder in the hash, objects of the other build trees fit
         environment |= {"CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_NOHASHDIR": "1"}
-        environment |= compiler_of_the_build()
+        settings = settings_of_the_build()
+        environment["CXX"] = settings.pop("CMAKE_CXX_COMPILER", "c++")
     install = subprocess.run(
         [
             sys.executable,
@@ -45,6 +47,7 @@ def test_pip_install_gives_module_and_command(tmp_path):
             target,
             f"-Cbuild-dir={ROOT / 'build-wheel'}",
             "-Ccmake.define.ORLOP_CUDA=OFF",
+            *[f"-Ccmake.define.{name}={value}" for name, value in settings.items()],
             ROOT,
         ],
         check=False,
