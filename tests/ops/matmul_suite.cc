@@ -60,7 +60,7 @@ std::string describe(const MatmulShape& s, bool trans_a, bool trans_b) {
 TEST_P(OpsSuite, MatmulOfEveryTransposition) {
   for (size_t number = 0; number < std::size(kShapes); ++number) {
     const MatmulShape& shape = kShapes[number];
-    for (const size_t transposed : {0, 1, 2, 3}) {
+    for (size_t transposed = 0; transposed < 4; ++transposed) {
       if (!is_tried(number, transposed, 4)) continue;
       const bool trans_a = transposed >= 2, trans_b = transposed % 2 == 1;
       TestDevice fresh(GetParam().make());
