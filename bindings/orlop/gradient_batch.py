@@ -14,7 +14,7 @@ def take(slots: list) -> None:
     """Moves the plain `p.grad` of every slot to its home, or adds it to the sum of earlier micro-batches. A sum goes
     to the home with the micro-batch that was the last one in the step before; should another one come, it goes
     again. In place of the gradient stands what knows where it is. The slots are of one optimizer."""
-    first, added, begun = ([], []), ([], []), ([], [])
+    first, begun, added, added_on_host = ([], []), ([], []), ([], []), ([], [])
     taken = []
     for slot in slots:
         grad = slot.plain_gradient()
@@ -26,13 +26,9 @@ def take(slots: list) -> None:
         if slot.count == 1:
             sums = slot.expected > 1 and slot.sum is not None and slot.sum.on_device
             batch = begun if sums else first
-        elif _sum_of_earlier(slot).on_device:
-            batch = added
         else:
-            slot.has_left = slot.count == slot.expected
-            slot.sum.add(grad, slot.has_left)
-            continue
-        slot.has_left = batch is first
+            batch = added if _sum_of_earlier(slot).on_device else added_on_host
+        slot.has_left = batch is first or (batch is added_on_host and slot.count == slot.expected)
         batch[0].append(slot)
         batch[1].append(grad)
     keep(*first)
@@ -41,6 +37,9 @@ def take(slots: list) -> None:
             slot.sum.took_first(slot.expected > 1)
     DeviceSum.start_all(*begun)
     DeviceSum.add_all(*added)
+    keep(*added_on_host, measures=False)
+    for slot in added_on_host[0]:
+        slot.sum.add(last=slot.has_left)
     settle([slot for slot in taken if slot.count == slot.expected])
     for slot in taken:
         slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
@@ -66,9 +65,9 @@ def settle(slots: list) -> None:
     keep(summed, [slot.sum.rounded() for slot in summed])
 
 
-def keep(slots: list, grads: list[torch.Tensor]) -> None:
-    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and sum the squares
-    where every step asks."""
+def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
+    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and with `measures`
+    sum the squares where every step asks."""
     if not slots:
         return
     homes = [slot.home for slot in slots]
@@ -78,7 +77,7 @@ def keep(slots: list, grads: list[torch.Tensor]) -> None:
         if len(kinds) > 1:
             chosen = [i for i, home in enumerate(homes) if (home.link, home.on_device) == kind]
             some, some_grads = [homes[i] for i in chosen], [grads[i] for i in chosen]
-        some[0].keep(some, some_grads, slots[0].measures)
+        some[0].keep(some, some_grads, measures and slots[0].measures)
 
 
 class Collector:

@@ -34,10 +34,8 @@ class HostSum:
             self._accumulate(add=False, last=False)
             self._has_begun = True
 
-    def add(self, grad: torch.Tensor, last: bool) -> None:
-        """With `last` it also leaves, in the same pass."""
-        home = self._slot.home
-        home.keep([home], [grad], measures=False)
+    def add(self, last: bool) -> None:
+        """Grows by a later gradient, which the home has now; with `last` it also leaves, in the same pass."""
         self._accumulate(add=True, last=last)
 
     def leave(self) -> None:

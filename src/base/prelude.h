@@ -1,7 +1,7 @@
 #pragma once
 
-// What most files include, for the builds that precompile it (ORLOP_PRECOMPILE). Files include what they use all the
-// same: without that option this header is not there.
+// What most files include, precompiled for tests, and in sanitized builds for libraries as well (ORLOP_PRECOMPILE).
+// Files include what they use all the same: other builds are without this header.
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,6 @@
 // What a plan promises about memory, and what an engine leaves behind.
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <unistd.h>
@@ -65,6 +66,20 @@ MeasuredPeak measure(const std::string& mode, const std::string& model,
   return measured;
 }
 
+// What the model in folder / "large" takes beyond the one in folder / "tiny", beside its own plan.
+MeasuredPeak measure_beyond_tiny(const std::string& mode, const TempFolder& folder,
+                                 const std::vector<std::string>& how) {
+  MeasuredPeak measured = measure(mode, (folder / "large").string(), how);
+  measured.peak -= measure(mode, (folder / "tiny").string(), how).peak;
+  return measured;
+}
+
+void expect_as_planned(const MeasuredPeak& taken, const std::string& what) {
+  std::printf("%s: %.1f MiB planned, %.1f MiB taken\n", what.c_str(), taken.planned / 1048576,
+              taken.peak / 1048576);
+  EXPECT_NEAR(taken.peak, taken.planned, 0.05 * taken.planned) << what;
+}
+
 class PlannedMemory : public ::testing::TestWithParam<RunKind> {};
 
 TEST_P(PlannedMemory, IsWhatTheRunTakes) {
@@ -86,13 +101,9 @@ TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   }
   const std::vector<std::string> how = {std::to_string(GetParam().device_blocks),
                                         std::to_string(GetParam().clip)};
-  const MeasuredPeak large = measure("memory", (folder / "large").string(), how);
-  const MeasuredPeak tiny = measure("memory", (folder / "tiny").string(), how);
-  const double taken = large.peak - tiny.peak;
-  RecordProperty("planned_mib", std::to_string(large.planned / 1048576));
-  RecordProperty("taken_mib", std::to_string(taken / 1048576));
-  EXPECT_GT(large.planned, GetParam().device_blocks < 0 ? 100e6 : 200e6);
-  EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
+  const MeasuredPeak taken = measure_beyond_tiny("memory", folder, how);
+  EXPECT_GT(taken.planned, GetParam().device_blocks < 0 ? 100e6 : 200e6);
+  expect_as_planned(taken, ::testing::PrintToString(GetParam()));
 }
 
 // Optimizer states in host memory, all of them on the device, and on a drive, with block inputs or
@@ -118,13 +129,10 @@ TEST(PlannedMemoryOfAnEvaluation, IsTheWeights) {
   const auto weights =
       static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors")) / 2;
   for (const char* const on_device : {"0", "5"}) {
-    const MeasuredPeak large = measure("memory-eval", (folder / "large").string(), {on_device});
-    const MeasuredPeak tiny = measure("memory-eval", (folder / "tiny").string(), {on_device});
-    const double taken = large.peak - tiny.peak;
-    std::printf("%s blocks on the device: weights %.1f MiB, %.1f MiB planned, %.1f MiB taken\n",
-                on_device, weights / 1048576, large.planned / 1048576, taken / 1048576);
-    EXPECT_NEAR(taken, large.planned, 0.05 * large.planned);
-    EXPECT_LE(large.planned, weights * (1 + 4 / 8.0)) << "three layers are fetched at once";
+    const MeasuredPeak taken = measure_beyond_tiny("memory-eval", folder, {on_device});
+    expect_as_planned(taken, fmt::format("weights of {:.1f} MiB, {} blocks on the device",
+                                         weights / 1048576, on_device));
+    EXPECT_LE(taken.planned, weights * (1 + 4 / 8.0)) << "three layers are fetched at once";
   }
 }
 
@@ -143,14 +151,11 @@ TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
   const auto file =
       static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors"));
   for (const char* const ranks : {"1", "3"}) {
-    const MeasuredPeak large = measure("memory-ranks", (folder / "large").string(), {ranks});
-    const MeasuredPeak tiny = measure("memory-ranks", (folder / "tiny").string(), {ranks});
-    const double taken = large.peak - tiny.peak;
-    std::printf("%s ranks: %.1f MiB planned, %.1f MiB taken; %.3f of the file read\n", ranks,
-                large.planned / 1048576, taken / 1048576, large.read / file);
-    EXPECT_NEAR(taken, large.planned, 0.05 * large.planned) << ranks << " ranks";
-    EXPECT_GE(large.read, file);
-    EXPECT_LE(large.read, 1.02 * file) << ranks << " ranks";
+    const MeasuredPeak taken = measure_beyond_tiny("memory-ranks", folder, {ranks});
+    expect_as_planned(taken,
+                      fmt::format("{} ranks, {:.3f} of the file read", ranks, taken.read / file));
+    EXPECT_GE(taken.read, file);
+    EXPECT_LE(taken.read, 1.02 * file) << ranks << " ranks";
   }
 }
 
@@ -174,12 +179,9 @@ TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesI
   std::filesystem::create_directory(folder / "tiny");
   spill(folder / "demo" / "config.json", tiny_config(TinyFamily::kLlamaTied, smollm2_shape()));
   spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlamaTied));
-  const MeasuredPeak demo = measure("memory-tight", (folder / "demo").string(), {"0.25"});
-  const MeasuredPeak tiny = measure("memory", (folder / "tiny").string(), {"-1", "1"});
-  const double taken = demo.peak - tiny.peak;
-  RecordProperty("planned_mib", std::to_string(demo.planned / 1048576));
-  RecordProperty("taken_mib", std::to_string(taken / 1048576));
-  EXPECT_NEAR(taken, demo.planned, 0.05 * demo.planned);
+  MeasuredPeak taken = measure("memory-tight", (folder / "demo").string(), {"0.25"});
+  taken.peak -= measure("memory", (folder / "tiny").string(), {"-1", "1"}).peak;
+  expect_as_planned(taken, "a quarter of the states in host memory");
 }
 
 // A control group of its own with a limit of memory, removed at the end.

@@ -88,6 +88,7 @@ def test_device_memory_is_that_of_two_blocks():
     assert torch.cuda.max_memory_allocated() - before <= 3 * block + (64 << 20)
     torch.cuda.reset_peak_memory_stats()
     train(model, optimizer, 2, first=2)
+    assert stream_of(model).peak_blocks <= 2
     # The gradients of all sixteen may be on their way as well; with the weights of all it would be twice that.
     assert torch.cuda.max_memory_allocated() - before <= (3 + 16) * block + (64 << 20)
 
