@@ -10,7 +10,7 @@ BUILD := build
 PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
 STAMPS := $(BUILD)/stamps
-LAUNCHER := $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+LAUNCHER = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 export CCACHE_NOHASHDIR := 1
 export CCACHE_SLOPPINESS := pch_defines,time_macros
 FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
