@@ -45,13 +45,13 @@ void adam_steps(const std::vector<AdamShard>& shards, const std::vector<AdamHype
 }
 
 void copies(const std::vector<std::tuple<Address, Address, size_t>>& ranges, int device,
-            Address stream, Address behind) {
+            Address stream, Address behind, uint64_t gate, uint32_t version) {
   std::vector<DeviceCopy> copies;
   copies.reserve(ranges.size());
   for (const auto& [to, from, bytes] : ranges) {
     copies.push_back({pointer<void>(to), pointer<const void>(from), bytes});
   }
-  device_copies(copies, {device, pointer<void>(stream)}, pointer<void>(behind));
+  device_copies(copies, {device, pointer<void>(stream)}, pointer<void>(behind), {gate, version});
 }
 
 }  // namespace
@@ -81,9 +81,10 @@ void bind_device_optimizer(py::module_& module) {
           },
           py::arg("scratch"), py::arg("device"), py::arg("stream"), Release());
   module.def("device_copies", &copies, py::arg("copies"), py::arg("device"), py::arg("stream"),
-             py::arg("behind"), Release(),
+             py::arg("behind"), py::arg("gate") = 0, py::arg("version") = 0, Release(),
              "Issues copies (to, from, bytes) between device and host memory on `stream`, behind "
-             "what the stream `behind` was given so far.");
+             "what the stream `behind` was given so far, and once the 32-bit word at `gate`, an "
+             "address on the device (0: none), has reached `version`.");
   module.def("adam_step", &adam_step, py::arg("shard"), py::arg("hyper"), py::arg("grad_scale"),
              py::arg("threads"), Release(), "One Adam step over planes in host memory.");
 

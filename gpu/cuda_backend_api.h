@@ -73,7 +73,8 @@ using OrlopCudaSquareSums = void (*)(const orlop::DeviceGradient*, size_t, void*
                                      const orlop::DeviceStream*);
 
 void orlop_cuda_copies(const orlop::DeviceCopy* copies, size_t count,
-                       const orlop::DeviceStream* stream, void* behind);
+                       const orlop::DeviceStream* stream, void* behind,
+                       const orlop::DeviceGate* gate);
 using OrlopCudaCopies = void (*)(const orlop::DeviceCopy*, size_t, const orlop::DeviceStream*,
-                                 void*);
+                                 void*, const orlop::DeviceGate*);
 }

@@ -7,6 +7,7 @@
 #include "gpu/cuda_backend_api.h"
 #include "gpu/cuda_event.h"
 #include "gpu/device_scope.h"
+#include "gpu/driver_api.h"
 #include "gpu/kernels/kernels.h"
 #include "orlop/device_optimizer.h"
 #include "orlop/export.h"
@@ -67,9 +68,14 @@ ORLOP_EXPORT void orlop_cuda_square_sums(const DeviceGradient* gradients, size_t
 }
 
 ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
-                                    const DeviceStream* stream, void* behind) {
+                                    const DeviceStream* stream, void* behind,
+                                    const DeviceGate* gate) {
   const DeviceScope scope(stream->device);
   auto* issued = static_cast<cudaStream_t>(stream->stream);
+  if (gate->address != 0) {
+    static const DriverApi driver;
+    driver.stream_wait_at_least(issued, gate->address, gate->version);
+  }
   if (behind != stream->stream) {
     const CudaEventHandle given(cudaEventDisableTiming);
     ORLOP_CUDA(cudaEventRecord(given.get(), static_cast<cudaStream_t>(behind)));

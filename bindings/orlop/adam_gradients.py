@@ -40,6 +40,7 @@ class GradientSide:
                 continue
             if self._gate is not None:
                 part = self._gate.unit_of(slot.param), slot.device
+                self._gate.has_slot(slot)
             elif part is None or size >= _UNIT_BYTES or part[1] != slot.device:
                 part, size = (len(self._units), slot.device), 0
             size += slot.param.nbytes

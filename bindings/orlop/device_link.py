@@ -9,7 +9,7 @@ from collections import deque
 
 import torch
 
-from . import _orlop
+from . import _orlop, errors
 from .device_room import DeviceRoom
 from .device_states import DeviceStates, has_cuda_part
 from .torch_support import flat
@@ -19,6 +19,7 @@ _log = logging.getLogger("orlop")
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
 _WAIT_UNTIL_AT_LEAST = 0x0  # CU_STREAM_WAIT_VALUE_GEQ
 _MOST_LEAVING = 1 << 30  # bytes of gradients on the device that are on their way
+_OPEN = 0, 0  # a gate that nobody waits at
 
 
 @functools.cache
@@ -52,6 +53,8 @@ class DeviceLink:
         self.states = DeviceStates(device)
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
+        # As the driver names them, for calls on the way of every block.
+        self._index, self._down_address, self._up_address = device.index, self.down.cuda_stream, self.up.cuda_stream
         self._pinned: dict[int, int] = {}  # bytes by address
         # Gradients on their way: their arrival, their bytes, and they themselves, so that nobody else gets their memory.
         self._leaving: deque[tuple[torch.cuda.Event, int, list]] = deque()
@@ -114,29 +117,45 @@ class DeviceLink:
     def offload(self, grads: list[torch.Tensor], homes: list) -> torch.cuda.Event:
         """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
         the homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
-        size = sum([grad.nbytes for grad in grads])
+        copies = [
+            (home.gradient_address, grad.data_ptr(), home.gradient_bytes)
+            for home, grad in zip(homes, grads, strict=True)
+        ]
+        size = sum([copied for _, _, copied in copies])
         self._bound_leaving(size)
-        newest = max(homes, key=lambda home: home.job)  # jobs run in order
-        if newest.job and not self._wait_on_device(self.down, newest, newest.job):
-            newest.native.wait([newest.index])
-        current = torch.cuda.current_stream(self.device)
-        self._copy(self.down, [home.gradient for home in homes], grads, current)
+        newest = homes[0]  # of their jobs, which run in order
+        for home in homes:
+            if home.job > newest.job:
+                newest = home
+        gate = self._gate(newest, newest.job)
+        if has_cuda_part():
+            behind = torch._C._cuda_getCurrentRawStream(self._index)
+            _orlop.device_copies(copies, self._index, self._down_address, behind, *gate)
+        else:
+            self._wait_at(self.down, gate)
+            self._copy_by_torch(self.down, [home.gradient for home in homes], grads)
         arrival = torch.cuda.Event(blocking=True)
         arrival.record(self.down)
         self._leaving.append((arrival, size, list(grads)))
         return arrival
 
-    def _copy(self, stream, into: list, tensors: list, behind) -> None:
-        """Copies dense tensors, whose memory has the same order, on `stream`, behind what the stream `behind` was
-        given so far; this thread waits where their host memory is not pinned."""
-        if not into:
-            return
+    def _bring(self, into: list, homes: list, gate: tuple[int, int], behind_current: bool) -> None:
+        """Copies dense tensors, whose memory has the same order, on the stream that brings weights up, behind the gate
+        and with `behind_current` what torch's current stream was given so far; this thread waits where their host
+        memory is not pinned."""
         if has_cuda_part():
-            copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in zip(into, tensors, strict=True)]
-            _orlop.device_copies(copies, self.device.index, stream.cuda_stream, behind.cuda_stream)
+            copies = [(a.data_ptr(), b.data_ptr(), b.nbytes) for a, b in zip(into, homes, strict=True)]
+            behind = torch._C._cuda_getCurrentRawStream(self._index) if behind_current else self._up_address
+            _orlop.device_copies(copies, self._index, self._up_address, behind, *gate)
             return
-        if behind is not stream:
-            stream.wait_stream(behind)
+        self._wait_at(self.up, gate)
+        if into:
+            self._copy_by_torch(self.up, into, homes, behind_current)
+
+    def _copy_by_torch(self, stream, into: list, tensors: list, behind_current: bool = True) -> None:
+        """Where the CUDA part of Orlop is missing."""
+        if behind_current:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             torch._foreach_copy_(
                 [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
@@ -194,8 +213,8 @@ class DeviceLink:
     def upload(self, slots: list, version: int) -> None:
         """Brings the new weights of slots once the last of them is written, as `version` has it, in whose order they
         are; this thread does not wait for it."""
-        self.wait_written(slots[-1].home, version)
-        self._copy(self.up, [slot.param for slot in slots], [slot.home.weights for slot in slots], self.up)
+        gate = self._gate(slots[-1].home, version)
+        self._bring([slot.param for slot in slots], [slot.home.weights for slot in slots], gate, False)
         uploaded = torch.cuda.Event()
         uploaded.record(self.up)
         for slot in slots:
@@ -206,26 +225,28 @@ class DeviceLink:
         and copies them on the stream that brings weights up, behind `update`, a home and its version; returns the
         event behind it."""
         into, homes = make_room()
-        if update is not None:
-            self.wait_written(*update)
-        self._copy(self.up, into, homes, torch.cuda.current_stream(self.device))
+        gate = self._gate(*update) if update is not None else _OPEN
+        self._bring(into, homes, gate, True)
         arrived = torch.cuda.Event()
         arrived.record(self.up)
         return arrived
 
-    def wait_written(self, home, version: int) -> None:
-        """Uploads from here on find the home's weights as `version` has left them."""
-        if not self._wait_on_device(self.up, home, version):
-            home.native.wait([home.index])
-
-    def _wait_on_device(self, stream: torch.cuda.Stream, home, version: int) -> bool:
+    def _gate(self, home, version: int) -> tuple[int, int]:
+        """What a stream waits for until the home is as `version`, which is 0 before its first job, has left it: the
+        address of a word on the device and what it is to reach. Where the device cannot see it this thread waits."""
+        if not version:
+            return _OPEN
         address = self._gate_address(home.native.written_address(home.index))
         if address is None:
-            return False
-        status = self._driver.cuStreamWaitValue32_v2(
-            stream.cuda_stream, address, version, _WAIT_UNTIL_AT_LEAST
-        )
-        return status == 0
+            home.native.wait([home.index])
+            return _OPEN
+        return address, version
+
+    def _wait_at(self, stream: torch.cuda.Stream, gate: tuple[int, int]) -> None:
+        if gate != _OPEN:
+            status = self._driver.cuStreamWaitValue32_v2(stream.cuda_stream, *gate, _WAIT_UNTIL_AT_LEAST)
+            if status != 0:
+                raise errors.DeviceError(f"cuStreamWaitValue32 for version {gate[1]}: CUDA driver status {status}")
 
     def _gate_address(self, gate: int) -> int | None:
         """Where the device sees a pinned word; None for one that it does not."""

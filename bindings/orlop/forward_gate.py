@@ -58,6 +58,7 @@ class ForwardGate:
                 self.rank.setdefault(p, len(self.rank))
                 self._units_of.setdefault(p, []).append(unit)
         self._pending: dict[int, list] = {}
+        self._leaving: dict[int, dict[torch.Tensor, weakref.ref]] = {}  # slots by unit and parameter
         reference = weakref.ref(self)
         self.handles = []
         self._inside: list[PassingHooks] = []  # by unit
@@ -74,6 +75,11 @@ class ForwardGate:
             )
             for register in (part.register_state_dict_pre_hook, on_load):
                 self.handles.append(register(functools.partial(_before_access, reference)))
+
+    def has_slot(self, slot) -> None:
+        """A slot whose gradients leave: when the forward of its part begins and they have been dropped, their memory
+        is free for the activations of that forward, and not only in the backward."""
+        self._leaving.setdefault(self.unit_of(slot.param), {})[slot.param] = slot.reference
 
     def unit_of(self, parameter: torch.Tensor) -> int:
         """The part that waits for a parameter first: 0 for what is outside of blocks."""
@@ -101,6 +107,12 @@ class ForwardGate:
         for slot in last.values():  # each kind is written in order
             slot.home.wait_written(slot)
 
+    def forget_dropped(self, unit: int) -> None:
+        for reference in self._leaving.get(unit, {}).values():
+            slot = reference()
+            if slot is not None and slot.stand_in is not None and not slot.waits:
+                slot.forget_dropped()
+
     def open_all(self) -> None:
         for unit in list(self._pending):
             self.pass_unit(unit)
@@ -115,6 +127,8 @@ def _before_forward(gate, unit, *_):
     gate = gate()
     if gate is not None:
         gate.pass_unit(unit)
+        if torch._C._current_graph_task_id() == -1:  # in a backward its own hooks follow the gradients
+            gate.forget_dropped(unit)
 
 
 def _before_access(gate, *_):

@@ -35,12 +35,13 @@ def take(slots: list) -> None:
     for slot in first[0]:
         if slot.sum is not None:
             slot.sum.took_first(slot.expected > 1)
-    DeviceSum.start_all(*begun)
-    DeviceSum.add_all(*added)
-    keep(*added_on_host, measures=False)
-    for slot in added_on_host[0]:
-        slot.sum.add(last=slot.has_left)
-    settle([slot for slot in taken if slot.count == slot.expected])
+    if len(first[0]) < len(taken):
+        DeviceSum.start_all(*begun)
+        DeviceSum.add_all(*added)
+        keep(*added_on_host, measures=False)
+        for slot in added_on_host[0]:
+            slot.sum.add(last=slot.has_left)
+        settle([slot for slot in taken if slot.count == slot.expected])
     for slot in taken:
         slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
 
@@ -70,14 +71,15 @@ def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
     sum the squares where every step asks."""
     if not slots:
         return
+    measures = measures and slots[0].measures
     homes = [slot.home for slot in slots]
     kinds = {(home.link, home.on_device) for home in homes}
+    if len(kinds) == 1:
+        homes[0].keep(homes, grads, measures)
+        return
     for kind in kinds:
-        some, some_grads = homes, grads
-        if len(kinds) > 1:
-            chosen = [i for i, home in enumerate(homes) if (home.link, home.on_device) == kind]
-            some, some_grads = [homes[i] for i in chosen], [grads[i] for i in chosen]
-        some[0].keep(some, some_grads, measures and slots[0].measures)
+        chosen = [i for i, home in enumerate(homes) if (home.link, home.on_device) == kind]
+        homes[chosen[0]].keep([homes[i] for i in chosen], [grads[i] for i in chosen], measures)
 
 
 class Collector:

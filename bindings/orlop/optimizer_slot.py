@@ -85,6 +85,11 @@ class Slot:
         else:
             self.param.grad = None
 
+    def forget_dropped(self) -> None:
+        """Gives up what was kept of a gradient that the user has dropped or replaced."""
+        if self.stand_in is not None and self.param.grad is not self.stand_in:
+            self._forget()
+
     def plain_gradient(self) -> torch.Tensor | None:
         """The `p.grad` that backward has written, in the weights' layout; None if there is none, or one that stays
         where it is."""

@@ -39,6 +39,8 @@ class HostHome:
             self.planes[rest] = self._plane(rest, kind, param)
         self.weights = self._flat_plane("weights", self.dtype) if link else None
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
+        if hold:
+            self.gradient_address, self.gradient_bytes = self.gradient.data_ptr(), self.gradient.nbytes
         self.measured = False  # the optimizer's thread sums the squares of what is here
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device

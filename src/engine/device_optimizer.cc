@@ -65,8 +65,9 @@ void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch
   cuda().square_sums(gradients.data(), gradients.size(), scratch, &stream);
 }
 
-void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream, void* behind) {
-  cuda().copies(copies.data(), copies.size(), &stream, behind);
+void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream, void* behind,
+                   const DeviceGate& gate) {
+  cuda().copies(copies.data(), copies.size(), &stream, behind, &gate);
 }
 
 }  // namespace orlop
