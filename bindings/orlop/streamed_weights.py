@@ -10,7 +10,7 @@ import torch
 
 from . import errors
 from .host_memory import FreedMemory
-from .streamed_parameter import StreamedParameter
+from .streamed_parameter import StreamedParameter, present
 from .torch_support import flat
 
 
@@ -60,7 +60,7 @@ class Entry:
         """Room for the weights. Autograd is not told: to it the weights never left."""
         if self.storage.nbytes() != self.bytes:
             self.storage.resize_(self.bytes)
-        self.parameter.__class__ = self.kind
+        self.parameter.__class__ = present(self.kind)
         self.version = self.parameter._version
 
     def take_back(self) -> None:
@@ -371,6 +371,8 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.resident = True
+            for entry in block.entries:
+                entry.parameter.__class__ = entry.kind
         self._visiting.clear()
         for handle in self.handles:
             handle.remove()
