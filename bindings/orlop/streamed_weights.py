@@ -355,7 +355,8 @@ class StreamedWeights:
                 self.release(block)
 
     def leave_optimizer(self) -> None:
-        """The optimizer ends; its memory stays the home of the weights."""
+        """The optimizer ends; its memory stays the home of the weights, and what is on the device is its last word."""
+        self.refresh()
         for entry in self.entry_of.values():
             entry.wait()
             if entry.host is None:

@@ -6,6 +6,7 @@ On a GPU with ORLOP_TEST_DEVICE=cuda.
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 
@@ -365,3 +366,31 @@ def test_mixed_formats_in_one_block(optimizer):
             module(torch.ones(2, device=DEVICE)).sum().backward()
             o.step()
     assert_same_weights(model, reference)
+
+
+# --- the optimizer goes first -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("states", ["auto", "host"])
+@pytest.mark.parametrize("limit", [4800, 1 << 30], ids=["streamed", "resident"])
+def test_weights_outlive_the_optimizer(limit, states, closes):
+    """A function that trains and returns the model alone leaves it whole."""
+
+    def trained():
+        model, optimizer = orlop.wrap(Model(), {"lr": 1e-2, "states": states}, {"limits": {"gpu": limit}})
+        train(model, optimizer)
+        if closes:
+            optimizer.close()
+        return model
+
+    reference = Model()
+    train(reference, orlop.AdamW(reference.parameters(), lr=1e-2, gradients="leave"))
+    model = trained()
+    gc.collect()
+    assert_same_weights(model, reference)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), reference(batch(0)))
+    orlop.unwrap(model)
+    assert_same_weights(model, reference)
+    train(*orlop.wrap(model, {"lr": 1e-2}), 1)
