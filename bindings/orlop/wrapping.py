@@ -35,7 +35,8 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     options: further arguments of orlop.AdamW, among them states=: of resident blocks, and of weights outside of
         blocks, optimizer states live on the device too where there is room; those of others in host memory.
 
-    Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states.
+    Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states and may
+    have any dtype. Blocks may be compiled one by one: block.compile().
     """
     if model in _streams:
         raise errors.UsageError("orlop.wrap: this model is wrapped already; orlop.unwrap(model) first")
@@ -54,6 +55,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     _keep_resident(made, limit, device)
     wrapped = _make_optimizer(model, optimizer, manager, options)
     _own_homes(manager)
+    manager.handles += [_guard_loading(block.module, manager) for block in made]
     _streams[model] = manager
     return model, wrapped
 
@@ -105,6 +107,27 @@ def _own_homes(manager) -> None:
         if entry.slot is None:
             entry.host = owned(entry.host, files)
     FreedMemory().give_back()
+
+
+def _guard_loading(module, manager):
+    """Refuses load_state_dict(assign=True), which would leave tensors that nobody moves or trains in the place of the
+    weights; adapters, which are the user's own, may be assigned. (The public name came after torch 2.4.)"""
+
+    manager, block = weakref.ref(manager), weakref.ref(module)
+
+    def before_load(*arguments):
+        state, prefix, metadata = arguments[-7:-4]
+        if not metadata.get("assign_to_params_buffers"):
+            return
+        for name, p in block().named_parameters():
+            if prefix + name in state and manager().owns(p):
+                raise errors.UsageError(
+                    f"{prefix}{name}: load_state_dict(assign=True) would put another tensor in the place of weights "
+                    "that orlop.wrap manages; assign=False copies into them"
+                )
+
+    register = getattr(module, "register_load_state_dict_pre_hook", module._register_load_state_dict_pre_hook)
+    return register(before_load)
 
 
 def _device_link(device, limit):

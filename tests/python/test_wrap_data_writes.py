@@ -1,4 +1,4 @@
-"""Writes to weights of a wrapped model by way of `data`, which torch's version counters do not see.
+"""Writes to weights of a wrapped model that torch's version counters do not see: by way of `data`, by assigning.
 
 On a GPU with ORLOP_TEST_DEVICE=cuda.
 """
@@ -43,7 +43,7 @@ WHERE = pytest.mark.parametrize("where", ["away", "gathered", "forward", "reside
 def test_writes_to_data_count(write, where, dtype):
     """Case B-09: wherever the weights are, what is written there is where the next step starts."""
 
-    def run(make):
+    def run(make, write=write):
         model, optimizer = make(Model(dtype=dtype))
         p = model.blocks[2].weight
         train(model, optimizer, 3)
@@ -70,7 +70,9 @@ def test_writes_to_data_count(write, where, dtype):
         limit = 1 << 30 if where == "resident" else 2 * 600 * dtype.itemsize
         return orlop.wrap(model, {"lr": 1e-2, "states": "host"}, {"limits": {"gpu": limit}})
 
-    (after, losses, end), (expected, wanted_losses, wanted_end) = run(wrapped), run(plainly)
+    after, losses, end = run(wrapped)
+    # A plain parameter on a device would leave it.
+    expected, wanted_losses, wanted_end = run(plainly, assign if write is assign_from_the_host else write)
     assert torch.equal(after, expected)
     # The rest of a bf16 master stays below weights that were written in place in host memory.
     tolerance = {"atol": 0, "rtol": 0 if dtype == torch.float32 else 0.02}
@@ -102,3 +104,16 @@ def test_moves_of_a_resident_block_change_nothing():
     assert all(torch.equal(v, before[name]) for name, v in weights(model).items())
     assert copy.deepcopy(model.blocks[0].weight).data.dtype == torch.float32
     train(model, optimizer, 2, first=2)
+
+
+def test_assigned_state_dicts_are_refused_where_weights_are_managed():
+    """Case M-15: the rest of the model, and what is not wrapped, may be assigned."""
+    model, _ = orlop.wrap(Model(), {"lr": 1e-2}, {"limits": {"gpu": 4800}})
+    before, state = weights(model), {name: torch.ones_like(value) for name, value in weights(model).items()}
+    with pytest.raises(orlop.UsageError, match=r"blocks\.0\.weight: load_state_dict\(assign=True\)"):
+        model.load_state_dict({n: v for n, v in state.items() if "blocks" in n}, strict=False, assign=True)
+    assert all(torch.equal(v, before[name]) for name, v in weights(model).items())
+    model.load_state_dict({"out.bias": torch.ones(4, device=DEVICE)}, strict=False, assign=True)
+    model.load_state_dict(state)
+    assert all((value == 1).all() for value in weights(model).values())
+    Model().load_state_dict(state, assign=True)
