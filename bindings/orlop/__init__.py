@@ -109,6 +109,7 @@ _DOORS = {
     "deepspeed_compat": ("deepspeed_compat", None),
     "gathered": ("wrapping", "gathered"),
     "hf": ("hf", None),
+    "init": ("model_init", "init"),
     "unwrap": ("wrapping", "unwrap"),
     "wrap": ("wrapping", "wrap"),
 }

@@ -58,9 +58,28 @@ def check_known(module, known):
                 )
 
 
+def check_names(present, saved):
+    """Refuses, with the names, groups of other parameters or in another order, which positions alone would mix up.
+    Names are there when an optimizer was given named_parameters()."""
+    here, there = ([list(group.get("param_names") or ()) for group in groups] for groups in (present, saved))
+    if here == there or not any(here) or not any(there):
+        return
+    known, stored = ([name for names in groups for name in names] for groups in (here, there))
+    findings = {
+        "missing": [name for name in known if name not in stored],
+        "unexpected": [name for name in stored if name not in known],
+    }
+    listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in findings.items() if names)
+    raise ValueError(
+        f"loaded state dict is of other parameters ({listed or 'in other groups or another order'}); "
+        "register_load_state_dict_pre_hook() is where states are renamed or left out"
+    )
+
+
 def match_groups(present, state_dict, decoupled):
     """The saved groups over the present parameters; raises as torch does when they do not fit."""
     saved = state_dict["param_groups"]
+    check_names(present, saved)
     if len(saved) != len(present):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(saved)}, here are {len(present)}"

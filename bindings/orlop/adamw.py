@@ -126,6 +126,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         self._finalizer = weakref.finalize(
             self, _shut_down, os.getpid(), self._hooks, self._links, self._parts
         )
+        if stream is not None:  # called before the other, which came first; at exit nobody needs the weights
+            weakref.finalize(self, _leave_weights, os.getpid(), stream).atexit = False
 
     @classmethod
     def from_torch(cls, optimizer, **options):
@@ -246,6 +248,12 @@ class Adam(AdamW):
 def live_optimizers():
     """Every AdamW of this process that is not gone or closed."""
     return [optimizer for optimizer in _live if optimizer._finalizer.alive]
+
+
+def _leave_weights(owner, stream):
+    """An optimizer that nobody closed is gone: the model keeps its weights."""
+    if os.getpid() == owner:
+        stream.leave_optimizer()
 
 
 def _shut_down(owner, hooks, links, parts):

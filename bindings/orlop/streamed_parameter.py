@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 
 import torch
 
@@ -44,7 +46,10 @@ class StreamedParameter(torch.nn.Parameter):
         if func is torch._has_compatible_shallow_copy_type:
             return True  # module.to() then sets data, which changes nothing
         if func == torch.Tensor.data.__set__:
-            return _leave(first._orlop_entry, None)
+            entry, value = first._orlop_entry, args[1]
+            if isinstance(value, StreamedParameter):  # module.to()
+                return _leave(entry, None)
+            return entry.write_host(_fitting(first, value))
         if isinstance(first, StreamedParameter) and not any(
             isinstance(a, StreamedParameter) for a in args[1:]
         ):
@@ -63,6 +68,43 @@ class StreamedParameter(torch.nn.Parameter):
             f"{', '.join(names)}: the weights are in host memory; use them inside the forward of their own block, "
             "or inside `with orlop.gathered(...):`"
         )
+
+
+@functools.cache
+def present(kind: type) -> type:
+    """The class of a parameter of class `kind` while its weights are on the device. torch lets writes by way of `data`
+    pass unseen; here they count as any other."""
+    return type(kind)(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "data": property(_data, _set_data)}
+    )
+
+
+def _data(parameter):
+    return parameter.detach()
+
+
+def _set_data(parameter, value):
+    entry = getattr(parameter, "_orlop_entry", None)
+    if entry is None:  # a copy
+        torch.Tensor.data.__set__(parameter, value)
+    elif value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype:
+        return
+    elif sys._getframe(1).f_code is torch.nn.Module._apply.__code__:  # module.to()
+        _leave(entry, None)
+    else:
+        parameter.detach().copy_(_fitting(parameter, value))
+
+
+def _fitting(parameter, value):
+    """`value`, if it is one that the weights can become where they are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted, given = ((tuple(t.shape), t.dtype) for t in (parameter, value))
+    if wanted != given:
+        raise errors.UsageError(
+            f"{parameter._orlop_entry.name}: `data` of shape {given[0]} and {given[1]} cannot take the place of "
+            f"{wanted[0]} and {wanted[1]}, for which orlop.wrap keeps room; orlop.unwrap(model) first"
+        )
+    return value
 
 
 _MOVES = {

@@ -9,7 +9,8 @@ import weakref
 import torch
 
 from . import errors
-from .streamed_parameter import StreamedParameter
+from .host_memory import FreedMemory
+from .streamed_parameter import StreamedParameter, present
 from .torch_support import flat
 
 
@@ -21,8 +22,8 @@ class Entry:
         self.parameter, self.name = parameter, name
         self.kind = type(parameter)
         self.bytes = parameter.numel() * parameter.element_size()
-        # The optimizer's copy takes its place where there is one.
-        self.host: torch.Tensor | None = torch.empty(parameter.numel(), dtype=parameter.dtype).copy_(flat(parameter))
+        # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
+        self.host: torch.Tensor | None = flat(parameter.data).cpu()
         self.slot = None
         self.version = parameter._version
         parameter.data = torch.empty_strided(
@@ -59,7 +60,7 @@ class Entry:
         """Room for the weights. Autograd is not told: to it the weights never left."""
         if self.storage.nbytes() != self.bytes:
             self.storage.resize_(self.bytes)
-        self.parameter.__class__ = self.kind
+        self.parameter.__class__ = present(self.kind)
         self.version = self.parameter._version
 
     def take_back(self) -> None:
@@ -178,6 +179,7 @@ class StreamedWeights:
         self.fetches = self.prefetch_hits = 0
         self.peak_blocks = 0  # on the device at once
         self._here = 0
+        self._freed = FreedMemory()
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
         reference = weakref.ref(self)
@@ -198,6 +200,7 @@ class StreamedWeights:
         """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
         entry.slot, entry.host = slot, None if slot.home.on_device else slot.home.weights
+        self._freed.add(entry.bytes)
         self.block_of[slot.param].update = None
 
     def link_beside(self, parameter: torch.Tensor):
@@ -352,7 +355,8 @@ class StreamedWeights:
                 self.release(block)
 
     def leave_optimizer(self) -> None:
-        """The optimizer ends; its memory stays the home of the weights."""
+        """The optimizer ends; its memory stays the home of the weights, and what is on the device is its last word."""
+        self.refresh()
         for entry in self.entry_of.values():
             entry.wait()
             if entry.host is None:
@@ -368,6 +372,8 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.resident = True
+            for entry in block.entries:
+                entry.parameter.__class__ = entry.kind
         self._visiting.clear()
         for handle in self.handles:
             handle.remove()

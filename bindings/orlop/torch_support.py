@@ -78,9 +78,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             f"{name} is managed by DeepSpeed ZeRO-3; Orlop and DeepSpeed would both manage it: "
             "give Orlop the plain model"
         )
-    if parameter.dtype not in DTYPES:
-        if not parameter.requires_grad and parameter.is_floating_point():
-            return
+    if parameter.dtype not in DTYPES and parameter.requires_grad:
         raise TypeError(
             f"{name} is {parameter.dtype}; the optimizer updates float32, bfloat16 and float16. "
             "Convert it, or leave it out of the parameters"

@@ -15,6 +15,7 @@ torch = require_torch("orlop.wrap")
 from .adamw import AdamW  # noqa: E402
 from .device_link import DeviceLink  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
+from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
 from .streamed_weights import Block, Entry, StreamedWeights  # noqa: E402
 
 _streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -29,12 +30,13 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
         blocks as fit beside two for streaming stay there, and sums of micro-batches as far as they fit beside the
         highest use of memory so far. "auto" takes what is free on a GPU less a reserve.
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
-    device: where the model runs; by default where it is. A model on the CPU that is larger than the GPU is
-        wrapped with device="cuda": its blocks never are there all at once.
+    device: where the model runs; by default where it is. A model on the CPU (orlop.init) that is larger than the
+        GPU is wrapped with device="cuda": its blocks never are there all at once. Its memory is taken over.
     options: further arguments of orlop.AdamW, among them states=: of resident blocks, and of weights outside of
         blocks, optimizer states live on the device too where there is room; those of others in host memory.
 
-    Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states.
+    Weights outside of blocks, and those that two blocks share, stay on the device. Frozen ones have no states and may
+    have any dtype. Blocks may be compiled one by one: block.compile().
     """
     if model in _streams:
         raise errors.UsageError("orlop.wrap: this model is wrapped already; orlop.unwrap(model) first")
@@ -46,11 +48,14 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     first = next(iter(names)).device if names else torch.device("cpu")
     device = first if device is None else torch.empty(0, device=device).device
     modules = find_blocks(model) if blocks is None else list(blocks)
+    _check_not_compiled(model, set(modules))
     made = _make_blocks(model, modules, names, device)
     _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
     manager = StreamedWeights(model, made, _device_link(device, limit))
     _keep_resident(made, limit, device)
     wrapped = _make_optimizer(model, optimizer, manager, options)
+    _own_homes(manager)
+    manager.handles += [_guard_loading(block.module, manager) for block in made]
     _streams[model] = manager
     return model, wrapped
 
@@ -69,6 +74,21 @@ def stream_of(model):
     return _streams[model]
 
 
+def _check_not_compiled(model, blocks) -> None:
+    """A compiler may see a block, not the hooks around it that move its weights."""
+    for name, module in model.named_modules():
+        renamed = "_orig_mod" in module._modules
+        around = getattr(module, "_compiled_call_impl", None) is not None and any(
+            m in blocks for m in module.modules() if m is not module
+        )
+        if renamed or around:
+            raise errors.UsageError(
+                f"orlop.wrap: {name or 'the model'} is compiled in a way that "
+                f"{'changes the names of weights' if renamed else 'spans blocks'}; "
+                "give the plain model and compile each block in its place: block.compile()"
+            )
+
+
 def _move_rest(model, streamed, device) -> None:
     with torch.no_grad():
         for module in model.modules():
@@ -78,6 +98,36 @@ def _move_rest(model, streamed, device) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+
+
+def _own_homes(manager) -> None:
+    """What the optimizer has not copied is the model's own memory from now on, and what it has, gone."""
+    files = MappedFiles()
+    for entry in manager.entry_of.values():
+        if entry.slot is None:
+            entry.host = owned(entry.host, files)
+    FreedMemory().give_back()
+
+
+def _guard_loading(module, manager):
+    """Refuses load_state_dict(assign=True), which would leave tensors that nobody moves or trains in the place of the
+    weights; adapters, which are the user's own, may be assigned. (The public name came after torch 2.4.)"""
+
+    manager, block = weakref.ref(manager), weakref.ref(module)
+
+    def before_load(*arguments):
+        state, prefix, metadata = arguments[-7:-4]
+        if not metadata.get("assign_to_params_buffers"):
+            return
+        for name, p in block().named_parameters():
+            if prefix + name in state and manager().owns(p):
+                raise errors.UsageError(
+                    f"{prefix}{name}: load_state_dict(assign=True) would put another tensor in the place of weights "
+                    "that orlop.wrap manages; assign=False copies into them"
+                )
+
+    register = getattr(module, "register_load_state_dict_pre_hook", module._register_load_state_dict_pre_hook)
+    return register(before_load)
 
 
 def _device_link(device, limit):

@@ -245,16 +245,11 @@ def test_hyperparameters_out_of_range(options, text):
     [
         (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)), TypeError, "float64"),
         (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)), TypeError, "complex64"),
-        (
-            lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False),
-            TypeError,
-            "int64",
-        ),
         (lambda: torch.nn.Parameter(torch.ones(3, device="meta")), orlop.UsageError, "meta"),
         (lambda: torch.nn.Parameter(torch.ones(2, 6)[:, ::2]), orlop.UsageError, "contiguous"),
         (lambda: torch.nn.Parameter(torch.ones(1).expand(4)), orlop.UsageError, "contiguous"),
     ],
-    ids=["float64", "complex", "integer", "meta", "gaps", "expanded"],
+    ids=["float64", "complex", "meta", "gaps", "expanded"],
 )
 def test_parameters_are_refused_by_name(parameter, error, text):
     """Cases B-01, B-03: an exception that names the parameter, never a fault."""

@@ -127,6 +127,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def check_scheduler(scheduler, state: dict[str, Any], path: Path) -> None:
+    """Refuses to go on with a schedule from its beginning."""
+    if scheduler is not None and state["lr_scheduler"] is None:
+        raise errors.InvalidDataError(
+            f"{path}: was saved without a scheduler, whose step is therefore unknown; "
+            "load_lr_scheduler_states=False begins the schedule anew, load_module_only=True loads weights alone"
+        )
+
+
 def read_tensors(path: Path, state: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     if f"{name}.safetensors" not in state["bytes"]:
         return {}

@@ -265,8 +265,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
         Gradients that are here are dropped; those of a window in which the checkpoint was written go on.
         """
-        folder = Path(load_dir)
-        checkpoint.recover(folder)
+        checkpoint.recover(folder := Path(load_dir))
         if tag is None:
             if not (folder / "latest").exists():
                 _log.warning("%s holds no checkpoint: nothing was loaded", folder)
@@ -274,6 +273,8 @@ class DeepSpeedEngine(torch.nn.Module):
             tag = (folder / "latest").read_text(encoding="utf-8").strip()
         path = folder / str(tag)
         state = checkpoint.read_state(path)
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        checkpoint.check_scheduler(scheduler, state, path)
         weights = checkpoint.read_tensors(path, state, "model")
         if custom_load_fn is not None:
             custom_load_fn(src=weights, dst=self.module)
@@ -282,12 +283,12 @@ class DeepSpeedEngine(torch.nn.Module):
         if load_module_only:
             return str(path), state["client_state"]
         if load_optimizer_states:
-            names = {name: p for name, p in self.module.named_parameters()}
+            params = dict(self.module.named_parameters())
             tensors = checkpoint.read_tensors(path, state, "optimizer")
             keep_masters = self.config[f"{_ZERO}.load_from_fp32_weights"]
-            _unpack(self._required_optimizer(), names, tensors, state["optimizer"], keep_masters)
-        if load_lr_scheduler_states and self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            _unpack(self._required_optimizer(), params, tensors, state["optimizer"], keep_masters)
+        if scheduler is not None:
+            scheduler.load_state_dict(state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
             setattr(self, name, state[name])
         self._load_gradients(checkpoint.read_tensors(path, state, "gradients"))

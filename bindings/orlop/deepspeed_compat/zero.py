@@ -8,32 +8,36 @@ import torch
 
 from ..adamw import live_optimizers
 from ..deepspeed_config import DeepSpeedConfig
+from ..model_init import building
 from ..wrapping import gathered
 
 
 class Init(contextlib.AbstractContextManager):
-    """Builds modules in the configured 16-bit dtype, so that fp32 weights never exist."""
+    """Builds modules in the configured 16-bit dtype, so that fp32 weights never exist; in host memory (orlop.init)
+    where weights are to be offloaded."""
 
     def __init__(self, module=None, data_parallel_group=None, mem_efficient_linear=True, remote_device=None,
                  pin_memory=False, config_dict_or_path=None, config=None, enabled=True, dtype=None, mpu=None, **_):  # fmt: skip
         source = config_dict_or_path if config_dict_or_path is not None else config
-        if dtype is None and source is not None:
-            read = DeepSpeedConfig.read(source)
+        read = DeepSpeedConfig.read(source) if source is not None else None
+        if dtype is None and read is not None:
             dtype = (
                 torch.bfloat16 if read["bf16.enabled"] else torch.float16 if read["fp16.enabled"] else None
             )
+        streams = read is not None and read["zero_optimization.offload_param.device"] in ("cpu", "nvme")
         self.dtype, self.enabled = dtype, enabled
+        self.device = "cpu" if remote_device == "cpu" or streams else None
         if module is not None and enabled and dtype is not None:
             module.to(dtype)
 
     def __enter__(self):
-        self._before = torch.get_default_dtype()
-        if self.enabled and self.dtype is not None:
-            torch.set_default_dtype(self.dtype)
+        self._stack = contextlib.ExitStack()
+        if self.enabled:
+            self._stack.enter_context(building(self.dtype, self.device))
         return self
 
-    def __exit__(self, *_):
-        torch.set_default_dtype(self._before)
+    def __exit__(self, *raised):
+        return self._stack.__exit__(*raised)
 
 
 class GatheredParameters(contextlib.AbstractContextManager):
