@@ -14,25 +14,32 @@ from .streamed_parameter import StreamedParameter, present
 from .torch_support import flat
 
 
+_ALIGNMENT = 512  # bytes, of parameters in their block
+
+
 class Entry:
-    """One parameter: its storage on the device, filled or empty, and its home in host memory (numel): None while
+    """One parameter: its place in the block's storage on the device, and its home in host memory (numel): None while
     the optimizer has its states on the device, where the weights then stay."""
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, device: torch.device):
+    def __init__(self, parameter: torch.nn.Parameter, name: str):
         self.parameter, self.name = parameter, name
-        self.kind = type(parameter)
+        self.kind, self.present = type(parameter), present(type(parameter))
         self.bytes = parameter.numel() * parameter.element_size()
         # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
         self.host: torch.Tensor | None = flat(parameter.data).cpu()
         self.slot = None
         self.version = parameter._version
-        parameter.data = torch.empty_strided(
-            parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device
+        self.flat = None
+
+    def lie_in(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """The parameter's place for good: `offset` bytes into the storage."""
+        parameter = self.parameter
+        place = torch.empty(0, dtype=parameter.dtype, device=storage.device).set_(
+            storage, offset // parameter.element_size(), parameter.size(), parameter.stride()
         )
-        self.storage = parameter.untyped_storage()
-        self.flat = flat(parameter.data)  # (numel) in the same storage, with a version counter of its own
+        parameter.data = place
+        self.flat = flat(place)  # (numel), with a version counter of its own
         parameter._orlop_entry = self
-        self.empty()
 
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
@@ -55,13 +62,6 @@ class Entry:
         """The home is written."""
         if self.slot is not None and self.host is not None:
             self.slot.home.native.wait([self.slot.home.index])
-
-    def open(self) -> None:
-        """Room for the weights. Autograd is not told: to it the weights never left."""
-        if self.storage.nbytes() != self.bytes:
-            self.storage.resize_(self.bytes)
-        self.parameter.__class__ = present(self.kind)
-        self.version = self.parameter._version
 
     def take_back(self) -> None:
         """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
@@ -87,17 +87,21 @@ class Entry:
             "lost; call synchronize() of the optimizer between step() and such a write"
         )
 
-    def empty(self) -> None:
-        self.parameter.__class__ = StreamedParameter
-        self.storage.resize_(0)
-
 
 class Block:
-    """Parameters that come and go together."""
+    """Parameters that come and go together: one storage on the device, filled or empty."""
 
-    def __init__(self, index: int, module: torch.nn.Module, entries: list[Entry]):
+    def __init__(self, index: int, module: torch.nn.Module, entries: list[Entry], device: torch.device):
         self.index, self.module, self.entries = index, module, entries
         self.bytes = sum(entry.bytes for entry in entries)
+        offsets, self._room = [], 0  # as if torch's allocator had given each parameter out by itself
+        for entry in entries:
+            offsets.append(self._room)
+            self._room += -(-entry.bytes // _ALIGNMENT) * _ALIGNMENT
+        self.storage = torch.UntypedStorage(self._room, device=device)
+        for entry, offset in zip(entries, offsets, strict=True):
+            entry.lie_in(self.storage, offset)
+        self.empty()
         self.here = False
         self.stale = False  # here, but an update has changed the home since
         self.update = None  # home and version of the last write of its last update
@@ -108,11 +112,24 @@ class Block:
         self.holds = 0  # gathered() sections, and those whose graph may still read it
 
     def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Room for the weights: where they go (numel), and the homes (numel) that they come from."""
+        """Room for the weights: where they go (numel), and the homes (numel) that they come from. Autograd is not told:
+        to it the weights never left."""
+        if self.storage.nbytes() != self._room:
+            self.storage.resize_(self._room)
+        into, homes = [], []
         for entry in self.entries:
-            entry.open()
-        away = [entry for entry in self.entries if entry.host is not None]
-        return [entry.flat for entry in away], [entry.host for entry in away]
+            parameter = entry.parameter
+            parameter.__class__ = entry.present
+            entry.version = parameter._version
+            if entry.host is not None:
+                into.append(entry.flat)
+                homes.append(entry.host)
+        return into, homes
+
+    def empty(self) -> None:
+        for entry in self.entries:
+            entry.parameter.__class__ = StreamedParameter
+        self.storage.resize_(0)
 
 
 class _Link:
@@ -260,8 +277,7 @@ class StreamedWeights:
             return
         self._arrive(block)
         self._keep_written(block)
-        for entry in block.entries:
-            entry.empty()
+        block.empty()
         block.here = block.stale = False
         self._here -= 1
         del self._visiting[block.index]

@@ -107,7 +107,7 @@ def check_disjoint(named: list[tuple[str, torch.Tensor]]) -> None:
     ranges = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in named
-        if p.data_ptr() != 0 and p.numel() > 0 and p.device.type in ("cpu", "cuda")
+        if p.untyped_storage().nbytes() > 0 and p.numel() > 0 and p.device.type in ("cpu", "cuda")
     )
     for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(ranges):
         if device == other_device and begin < end:

@@ -180,8 +180,8 @@ def _make_blocks(model, modules, names, device) -> list[Block]:
         )
     made = []
     for index, module in enumerate(modules):
-        entries = [Entry(p, names[p], device) for p in module.parameters() if uses[p] == 1 and p.numel() > 0]
-        made.append(Block(index, module, entries))
+        entries = [Entry(p, names[p]) for p in module.parameters() if uses[p] == 1 and p.numel() > 0]
+        made.append(Block(index, module, entries, device))
     return made
 
 

@@ -120,6 +120,35 @@ def test_checkpointed_blocks(reentrant):
     assert losses(checkpointed, gated)[0] == losses(checkpointed, plain)[0]
 
 
+def test_dropped_gradients_are_free_when_the_next_forward_begins():
+    """Their memory is for its activations. What accumulates stays, also where a backward calls forwards of blocks."""
+    model = Model(width=16)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-3, module=model)
+    slots = list(optimizer._slots.values())
+
+    def backward(step):
+        def twice(x):  # the last block again, whose gradients then are sums of two
+            x = model(x) @ model.out.weight
+            return torch.utils.checkpoint.checkpoint(model.blocks[-1], x, use_reentrant=False)
+
+        (twice(torch.full((2, 8), 0.1 * (step + 1))) ** 2).mean().backward()
+
+    backward(0)
+    assert all(slot.stand_in is not None for slot in slots)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model(torch.ones(2, 8))
+    assert all(slot.is_away for slot in slots)  # nobody has dropped them
+    model.zero_grad()
+    backward(1)
+    more = [p.grad.clone() for p in model.parameters()]
+    backward(0)
+    for p, first, second in zip(model.parameters(), expected, more, strict=True):
+        torch.testing.assert_close(p.grad.clone(), first + second)
+    model.zero_grad()
+    model(torch.ones(2, 8))
+    assert all(slot.stand_in is None for slot in slots)
+
+
 def test_weight_used_outside_of_its_module():
     """Case M-11: a head that multiplies with the embedding's weight."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import os
 
 import pytest
@@ -88,6 +89,22 @@ def test_same_bits_with_two_blocks_at_a_time(dtype):
     model, _ = assert_same(make=lambda: Model(dtype=dtype))
     assert stream_of(model).peak_blocks == 2
     assert all(p.untyped_storage().nbytes() == 0 for p in model.blocks.parameters())
+
+
+def test_a_block_is_one_storage_for_life():
+    """Its parameters lie in it as torch's allocator would have placed them."""
+    model, optimizer = streamed(Model())
+    addresses = {}
+    for _ in range(2):
+        for index, block in enumerate(model.blocks):
+            with orlop.gathered(block):
+                storages = {p.untyped_storage().data_ptr() for p in block.parameters()}
+                assert len(storages) == 1
+                places = [(p.data_ptr() - min(storages), p.nbytes) for p in block.parameters()]
+                assert all(begin % 512 == 0 for begin, _ in places)
+                assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(sorted(places)))
+                assert addresses.setdefault(index, places) == places
+        train(model, optimizer, steps=1)
 
 
 @pytest.mark.parametrize("resident", range(6))
