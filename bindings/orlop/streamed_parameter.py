@@ -74,9 +74,14 @@ class StreamedParameter(torch.nn.Parameter):
 def present(kind: type) -> type:
     """The class of a parameter of class `kind` while its weights are on the device. torch lets writes by way of `data`
     pass unseen; here they count as any other."""
-    return type(kind)(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "data": property(_data, _set_data)}
-    )
+
+    def copied(parameter, memo):
+        copy = kind.__deepcopy__(parameter, memo)
+        copy.__class__ = kind
+        return copy
+
+    members = {"__module__": kind.__module__, "data": property(_data, _set_data), "__deepcopy__": copied}
+    return type(kind)(kind.__name__, (kind,), members)
 
 
 def _data(parameter):
@@ -84,13 +89,10 @@ def _data(parameter):
 
 
 def _set_data(parameter, value):
-    entry = getattr(parameter, "_orlop_entry", None)
-    if entry is None:  # a copy
-        torch.Tensor.data.__set__(parameter, value)
-    elif value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype:
+    if value.data_ptr() == parameter.data_ptr() and value.dtype == parameter.dtype:
         return
     elif sys._getframe(1).f_code is torch.nn.Module._apply.__code__:  # module.to()
-        _leave(entry, None)
+        _leave(parameter._orlop_entry, None)
     else:
         parameter.detach().copy_(_fitting(parameter, value))
 

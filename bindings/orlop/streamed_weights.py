@@ -216,8 +216,10 @@ class StreamedWeights:
     def home_is(self, slot) -> None:
         """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
-        entry.slot, entry.host = slot, None if slot.home.on_device else slot.home.weights
-        self._freed.add(entry.bytes)
+        is_first, entry.slot = entry.slot is None, slot
+        entry.host = None if slot.home.on_device else slot.home.weights
+        if is_first:
+            self._freed.add(entry.bytes)
         self.block_of[slot.param].update = None
 
     def link_beside(self, parameter: torch.Tensor):

@@ -167,14 +167,17 @@ def compile_blocks(model, backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "used", "after"])
 def test_state_dict_of_compiled_blocks(backend, when, tmp_path):
     """Case M-09: ten steps, keys as without a compiler, and what was saved goes on in another compiled model."""
 
     def make():
         model = layered()
-        if when == "before":
+        if when != "after":
             compile_blocks(model, backend)
+        if when == "used":  # what was compiled without the hooks of the wrap is of no use any more
+            model(batch(0)).sum().backward()
+            model.zero_grad()
         model, optimizer = orlop.wrap(model, {"lr": 1e-2}, {"limits": {"gpu": 2 * 4 * 1200}})
         if when == "after":
             compile_blocks(model, backend)

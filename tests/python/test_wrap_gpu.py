@@ -93,6 +93,25 @@ def test_device_memory_is_that_of_two_blocks():
     assert torch.cuda.max_memory_allocated() - before <= (3 + 16) * block + (64 << 20)
 
 
+def test_a_model_built_in_host_memory_never_is_on_the_device_as_a_whole():
+    """orlop.init under a default device; the wrap takes what lies outside of blocks there, and one weight's room."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"), orlop.init(dtype=torch.bfloat16):
+        model = Model(blocks=16, width=2048)
+        reference = Model(blocks=16, width=2048)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    block = 2 * (2048 * 2048 + 2048)
+    model, optimizer = orlop.wrap(model, {"lr": 1e-3}, {"limits": {"gpu": 2 * block}}, device="cuda")
+    assert torch.cuda.max_memory_allocated() - before <= 2 * block
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    reference.cuda()
+    expected = train(reference, orlop.AdamW(reference.parameters(), lr=1e-3), 3)
+    assert train(model, optimizer, 3) == expected
+
+
 def test_prefetch_hits():
     """From the second step on the next block is on its way before it is needed."""
     block = 2 * (1024 * 1024 + 1024)
