@@ -95,6 +95,7 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   SwapStats stats;
   WriteLedger ledger;
 
+  void reserve(const ExtentTable& extents);
   void start(const std::shared_ptr<Operation>& operation);
   void check_start(const Operation& operation) const;
   void finish(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -139,21 +140,16 @@ void Swapper::start_up(const SwapperOptions& options) {
   for (const double weight : weights) {
     check(weight > 0, ErrorCode::kUsage, "a swap directory has a bandwidth of {}", weight);
   }
-  state.table.emplace(options.chunks, weights, state.alignment, state.alignment);
-  for (const Extent& extent : state.table->extents()) {
-    state.slot_bytes = std::max<size_t>(state.slot_bytes, extent.capacity);
-  }
-  state.chunks = std::vector<Chunk>(options.chunks.size());
   for (size_t i = 0; i < count; ++i) {
-    ShardFile& file = *state.files[i];
-    const uint64_t bytes = state.table->bytes_per_file()[i];
-    const auto records = std::ranges::count_if(
-        state.table->extents(), [i](const Extent& extent) { return extent.file == i; });
-    file.reserve(state.alignment, bytes, static_cast<uint64_t>(records));
-    queue_->with_backend([&](IoBackend& backend) { backend.register_file(file.fd()); });
+    const ShardFile& file = *state.files[i];
     state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
                             file.direct_io().why_not,
-                            measures || !options.bandwidths.empty() ? weights[i] : 0, bytes});
+                            measures || !options.bandwidths.empty() ? weights[i] : 0, 0});
+  }
+  state.table.emplace(options.chunks, weights, state.alignment, state.alignment);
+  state.reserve(*state.table);
+  for (const auto& file : state.files) {
+    queue_->with_backend([&](IoBackend& backend) { backend.register_file(file->fd()); });
   }
   if (options.keep_count_of_day) {
     state.ledger =
@@ -161,6 +157,35 @@ void Swapper::start_up(const SwapperOptions& options) {
   }
   state.queue = queue_.get();
   keep_ = options.keep;
+}
+
+// Gives every file the length that `extents` need, and every chunk of theirs its entry.
+void Swapper::State::reserve(const ExtentTable& extents) {
+  for (size_t i = 0; i < files.size(); ++i) {
+    const auto records = std::ranges::count_if(
+        extents.extents(), [i](const Extent& extent) { return extent.file == i; });
+    files[i]->reserve(alignment, extents.bytes_per_file()[i], static_cast<uint64_t>(records));
+    drives[i].bytes = extents.bytes_per_file()[i];
+  }
+  for (const Extent& extent : extents.extents()) {
+    slot_bytes = std::max<size_t>(slot_bytes, extent.capacity);
+  }
+  chunks.resize(extents.extents().size());
+}
+
+void Swapper::add_chunks(std::span<const ChunkSpec> chunks) {
+  flush();
+  State& state = *state_;
+  ExtentTable grown = *state.table;
+  grown.add(chunks);
+  std::lock_guard lock(state.mutex);
+  try {
+    state.reserve(grown);
+  } catch (...) {
+    state.reserve(*state.table);  // the files are as long as they were
+    throw;
+  }
+  state.table = std::move(grown);
 }
 
 Swapper::~Swapper() {
