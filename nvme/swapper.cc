@@ -1,56 +1,28 @@
 #include "nvme/swapper.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <optional>
-#include <set>
 
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/log.h"
-#include "nvme/aio_sweep.h"
-#include "nvme/aligned_memory.h"
 #include "nvme/direct_io.h"
+#include "nvme/drive_weights.h"
 #include "nvme/shard_file.h"
 #include "nvme/write_ledger.h"
 
 namespace orlop::nvme {
 namespace {
 
-constexpr uint64_t kMeasuredBytes = 64 * kMiB;
 constexpr int64_t kNoVersion = -1;
 
 uint64_t checksum_seed(const SwapRequest& request) {
   return (static_cast<uint64_t>(request.key.shard) << 40) ^
          (static_cast<uint64_t>(request.key.chunk) << 20) ^ static_cast<uint64_t>(request.version);
-}
-
-// Directories on one file system share its drive evenly, whatever that can do.
-bool lie_apart(std::span<const std::unique_ptr<ShardFile>> files) {
-  std::set<dev_t> devices;
-  for (const auto& file : files) {
-    struct stat info {};
-    if (::fstat(file->fd(), &info) == 0) devices.insert(info.st_dev);
-  }
-  return devices.size() > 1;
-}
-
-// Both ways one after the other, as a step does.
-double measure(IoQueue& queue, ShardFile& file) {
-  const size_t bytes = kMeasuredBytes;
-  file.reserve(file.alignment(), bytes, 0);
-  const AlignedMemory memory(bytes, file.alignment());
-  std::memset(memory.data(), 0x5a, bytes);
-  const std::span<std::byte> data = memory.span();
-  measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
-  const double write = measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
-  const double read = measure_bandwidth(queue, IoOp::kRead, file.fd(), file.alignment(), data);
-  return 2 / (1 / read + 1 / write);
 }
 
 }  // namespace
@@ -132,21 +104,13 @@ void Swapper::start_up(const SwapperOptions& options) {
         ShardFileOptions{directory, options.rank, run_id, options.direct}));
     state.alignment = std::max(state.alignment, state.files.back()->alignment());
   }
-  const bool measures = options.bandwidths.empty() && lie_apart(state.files);
-  std::vector<double> weights = options.bandwidths;
-  if (weights.empty()) {
-    for (auto& file : state.files) weights.push_back(measures ? measure(*queue_, *file) : 1);
-  }
-  for (const double weight : weights) {
-    check(weight > 0, ErrorCode::kUsage, "a swap directory has a bandwidth of {}", weight);
-  }
+  const DriveWeights drives = drive_weights(*queue_, state.files, options.bandwidths);
   for (size_t i = 0; i < count; ++i) {
     const ShardFile& file = *state.files[i];
     state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
-                            file.direct_io().why_not,
-                            measures || !options.bandwidths.empty() ? weights[i] : 0, 0});
+                            file.direct_io().why_not, drives.are_known ? drives.weights[i] : 0, 0});
   }
-  state.table.emplace(options.chunks, weights, state.alignment, state.alignment);
+  state.table.emplace(options.chunks, drives.weights, state.alignment, state.alignment);
   state.reserve(*state.table);
   for (const auto& file : state.files) {
     queue_->with_backend([&](IoBackend& backend) { backend.register_file(file->fd()); });

@@ -27,7 +27,9 @@ _NAMES = {
 
 def save_one_by_one(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """What safetensors.torch.save_file() writes, up to the order of the tensors."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # each aligned to its elements
+    order = sorted(
+        tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)
+    )  # each aligned to its elements
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:

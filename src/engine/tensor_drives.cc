@@ -181,7 +181,8 @@ void TensorDrives::adopt(int64_t index, const TensorStore::Tensor& tensor, const
     const size_t bytes = static_cast<size_t>(chunk.numel) * dtype_bytes(dtype);
     if (chunk.is_blank || dtype == DType::kF32) {
       if (given != copy) std::memmove(copy, given, bytes);
-      if (is_loaded(index, i)) loaded_.reset();  // its master told the weights before
+      if (chunk.is_blank && is_loaded(index, i))
+        loaded_.reset();  // its master is of weights before
     } else if (dtype == DType::kF16 || std::memcmp(copy, given, bytes) != 0) {
       adopt_weights(load(index, tensor, i), given);
       loaded_->is_dirty = true;

@@ -153,7 +153,9 @@ def test_the_streaming_door(tmp_path, dtype, moments):
 
 def test_the_streaming_door_reads_drives_from_a_file(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text(f"limits: {{gpu: 1GiB}}\nnvme: {{paths: [{tmp_path}/a], queue_depth: 4, engine: threads}}\n")
+    file.write_text(
+        f"limits: {{gpu: 1GiB}}\nnvme: {{paths: [{tmp_path}/a], queue_depth: 4, engine: threads}}\n"
+    )
     model = Model()
     _, optimizer = orlop.wrap(model, {"lr": 1e-2}, config=file)
     train(model, optimizer, 1)
@@ -186,7 +188,12 @@ def run_engine(engine, steps=4, first=0):
 
 
 def test_the_deepspeed_door_and_its_checkpoints(tmp_path):
-    on_nvme = {"device": "nvme", "nvme_path": str(tmp_path / "nvme"), "pipeline_read": True, "buffer_count": 4}
+    on_nvme = {
+        "device": "nvme",
+        "nvme_path": str(tmp_path / "nvme"),
+        "pipeline_read": True,
+        "buffer_count": 4,
+    }
     host, nvme = deepspeed(Model(), {"device": "cpu"}), deepspeed(Model(), on_nvme)
     assert run_engine(nvme) == run_engine(host)
     assert set(nvme.optimizer.placement()) == {"nvme"}
@@ -249,9 +256,7 @@ def test_states_of_torch_are_taken_over_and_given_back(tmp_path):
         theirs.step()
         theirs.zero_grad()
     model.load_state_dict(reference.state_dict())
-    ours = orlop.AdamW.from_torch(
-        torch.optim.AdamW(model.parameters(), lr=1e-2), nvme=drives(tmp_path)
-    )
+    ours = orlop.AdamW.from_torch(torch.optim.AdamW(model.parameters(), lr=1e-2), nvme=drives(tmp_path))
     ours.load_state_dict(theirs.state_dict())
     assert_equal(ours.state_dict()["state"], theirs.state_dict()["state"])
     train(model, ours)
@@ -282,7 +287,13 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
     assert isinstance(state, DriveState) and "DriveState" in repr(state)
     assert state.shape == model.out.weight.shape and state.nbytes == 4 * state.numel()
     expected = host.state[reference.out.weight]["exp_avg"]
-    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state.clone(), state + 0, state.cpu()):
+    for copied in (
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        state.clone(),
+        state + 0,
+        state.cpu(),
+    ):
         assert type(copied) is torch.Tensor and torch.equal(copied, expected)
     assert torch.equal(torch.maximum(expected, state), expected)
 
