@@ -111,6 +111,6 @@ class StateSide:
         rest = state.get(MASTER_KEY[p.dtype])
         slot.home.write_planes({key: state[key] for key in slot.planes if key in state})
         if rest is not None:
-            slot.loaded_rest = rest.detach().clone() if slot.link and not slot.home.on_device else None
+            slot.loaded_rest = slot.home.rest_to_keep(rest) if slot.link and not slot.home.on_device else None
         self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
         self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import errors
 from .offloaded_gradient import METADATA
 from .state_home import MASTER_KEY, MOMENT_KEYS, PLANE_OF_KEY, HostHome
 from .torch_support import flat
@@ -35,19 +36,24 @@ class DriveState(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA:
                 return func(*args, **kwargs)
-            first = args[0] if args else None
             name = getattr(func, "__name__", "")
-            if not isinstance(first, DriveState) or not _changes(name):
-                return func(*_read_all(args), **_read_all(kwargs))
-            if name == "copy_":
-                first._home.write_planes({first._key: _read_all(args[1])})
-            elif name == "zero_":
-                first._home.zero_plane(first._key)
-            else:
-                value = first._home.read_plane(first._key)
-                func(value, *_read_all(args[1:]), **_read_all(kwargs))
-                first._home.write_planes({first._key: value})
-            return first
+            if name == "__set__":
+                raise errors.UsageError(
+                    "an attribute of a state on drives cannot be set; copy_() writes the state"
+                )
+            changed = args[0] if args and _changes(name) else kwargs.get("out")
+            if isinstance(changed, DriveState) and name == "copy_":
+                changed._home.write_planes({changed._key: _read_all(args[1], {})})
+                return changed
+            if isinstance(changed, DriveState) and name == "zero_":
+                changed._home.zero_plane(changed._key)
+                return changed
+            brought: dict[int, torch.Tensor] = {}
+            result = func(*_read_all(args, brought), **_read_all(kwargs, brought))
+            for state in changed if isinstance(changed, (list, tuple)) else [changed]:
+                if isinstance(state, DriveState):
+                    state._home.write_planes({state._key: brought[id(state)]})
+            return changed if isinstance(changed, DriveState) else result
 
 
 _IN_PLACE_DUNDERS = {
@@ -59,13 +65,16 @@ def _changes(name: str) -> bool:
     return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
-def _read_all(value):
+def _read_all(value, brought: dict[int, torch.Tensor]):
+    """`value` with one tensor in the place of each state, however often it occurs; `brought`: by the state's id."""
     if isinstance(value, DriveState):
-        return value._home.read_plane(value._key)
+        if id(value) not in brought:
+            brought[id(value)] = value._home.read_plane(value._key)
+        return brought[id(value)]
     if isinstance(value, (list, tuple)):
-        return type(value)(_read_all(item) for item in value)
+        return type(value)(_read_all(item, brought) for item in value)
     if isinstance(value, dict):
-        return {key: _read_all(item) for key, item in value.items()}
+        return {key: _read_all(item, brought) for key, item in value.items()}
     return value
 
 
@@ -90,6 +99,14 @@ class DriveHome(HostHome):
     def is_written(self) -> bool:
         self.is_blank = False
         return super().is_written()
+
+    def rest_to_keep(self, rest: torch.Tensor) -> torch.Tensor:
+        return self.planes[MASTER_KEY[self.dtype]]
+
+    def take_weights(self, slot, weights: torch.Tensor) -> None:
+        if slot.loaded_rest is not None:
+            slot.loaded_rest = slot.loaded_rest.clone()  # from the drive, before new weights change it
+        super().take_weights(slot, weights)
 
     def read_plane(self, key: str) -> torch.Tensor:
         """A copy, in the parameter's layout."""

@@ -69,6 +69,10 @@ class HostHome:
             slot.loaded_rest = None
         slot.version = slot.param._version
 
+    def rest_to_keep(self, rest: torch.Tensor) -> torch.Tensor:
+        """Of a loaded master's rest, until weights and rest have met."""
+        return rest.detach().clone()
+
     def follow(self, slot) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""
         if self.link:

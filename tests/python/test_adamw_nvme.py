@@ -151,6 +151,23 @@ def test_the_streaming_door(tmp_path, dtype, moments):
     assert_no_files(tmp_path)
 
 
+@LAYOUTS
+def test_weights_that_are_loaded_after_the_states_meet_their_masters(tmp_path, dtype, moments):
+    model = Model(dtype)
+    _, optimizer = orlop.wrap(model, {"lr": 1e-2, "moments": moments})
+    train(model, optimizer)
+    states, saved = copy.deepcopy(optimizer.state_dict()), weights(model)
+    expected = train(model, optimizer, 2, first=4)
+    again = Model(dtype)
+    config = {"limits": {"gpu": "1GiB"}, "nvme": drives(tmp_path)}
+    _, other = orlop.wrap(again, {"lr": 1.0, "moments": moments}, config=config)
+    other.load_state_dict(states)
+    again.load_state_dict(saved)
+    assert train(again, other, 2, first=4) == expected
+    assert_equal(other.state_dict()["state"], optimizer.state_dict()["state"])
+    assert_equal(weights(again), weights(model))
+
+
 def test_the_streaming_door_reads_drives_from_a_file(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -276,6 +293,9 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
             state["exp_avg"].mul_(0.5)
             state["exp_avg_sq"][...] = state["exp_avg_sq"] * 2
             optimizer.set_master(p, optimizer.master(p) * 1.25)
+        some = [optimizer.state[p]["exp_avg"] for p in which.blocks.parameters()]
+        torch._foreach_mul_(some, 2.0)
+        torch.add(some[0], some[0], out=some[0])
         state = optimizer.state[which.out.weight]
         state["exp_avg"].zero_()
         state["exp_avg_sq"].copy_(torch.ones(1))
@@ -296,6 +316,8 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
     ):
         assert type(copied) is torch.Tensor and torch.equal(copied, expected)
     assert torch.equal(torch.maximum(expected, state), expected)
+    with pytest.raises(orlop.UsageError, match="copy_"):
+        state.data = expected
 
 
 def test_more_parameters_come_later(tmp_path):
