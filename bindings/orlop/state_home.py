@@ -94,6 +94,8 @@ class HostHome:
 
     def read_master(self, slot) -> torch.Tensor:
         """(numel) fp32 in host memory, a copy."""
+        if not self.link and self.dtype == torch.float16:  # written in place, or not updated yet
+            self.native.adopt_weights(self.index, slot.param.data_ptr())
         return torch.from_numpy(self.native.read_master(self.index, self.numel))
 
     def write_planes(self, values: dict[str, torch.Tensor]) -> None:

@@ -184,8 +184,8 @@ void TensorDrives::adopt(int64_t index, const TensorStore::Tensor& tensor, const
       if (chunk.is_blank && is_loaded(index, i))
         loaded_.reset();  // its master is of weights before
     } else if (dtype == DType::kF16 || std::memcmp(copy, given, bytes) != 0) {
-      adopt_weights(load(index, tensor, i), given);
-      loaded_->is_dirty = true;
+      const AdamShard states = load(index, tensor, i);
+      loaded_->is_dirty = adopt_weights(states, given) || loaded_->is_dirty;
     }
   }
 }

@@ -205,22 +205,24 @@ void write_master(const AdamShard& states, std::span<const float> values) {
   }
 }
 
-void adopt_weights(const AdamShard& states, const void* weights) {
+bool adopt_weights(const AdamShard& states, const void* weights) {
   const auto numel = static_cast<size_t>(states.numel);
   if (states.compute_dtype == DType::kF32) {
     if (weights != states.master) std::memcpy(states.master, weights, 4 * numel);
-    return;
+    return false;
   }
   const auto* given = static_cast<const uint16_t*>(weights);
   auto* copy = static_cast<uint16_t*>(states.param);
+  bool changed = false;
   for (size_t i = 0; i < numel; ++i) {
-    if (states.compute_dtype == DType::kF16) {
-      if (given[i] != float_to_fp16(states.master[i])) states.master[i] = fp16_to_float(given[i]);
-    } else if (given[i] != copy[i]) {
-      states.lo[i] = 0;
-    }
+    const bool is_half = states.compute_dtype == DType::kF16;
+    const bool differs = given[i] != (is_half ? float_to_fp16(states.master[i]) : copy[i]);
+    if (differs && is_half) states.master[i] = fp16_to_float(given[i]);
+    if (differs && !is_half) states.lo[i] = 0;
+    changed = changed || differs;
     copy[i] = given[i];
   }
+  return changed;
 }
 
 void mend_master(const AdamShard& states, int threads) {

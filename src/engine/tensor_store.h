@@ -62,8 +62,8 @@ void check_count(const TensorStore::Tensor& tensor, size_t count);
 void read_master(const AdamShard& states, std::span<float> values);
 void write_master(const AdamShard& states, std::span<const float> values);
 // Where `weights` (in the compute dtype) differ from the compute copy, both and the master become
-// exactly them.
-void adopt_weights(const AdamShard& states, const void* weights);
+// exactly them. Returns whether anything beside the compute copy has changed.
+bool adopt_weights(const AdamShard& states, const void* weights);
 
 // Brings the master up to what was written into the weights in place since the last update.
 //   fp16: elements whose copy is no longer the rounded master take the copy as their master.

@@ -320,6 +320,20 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
         state.data = expected
 
 
+@pytest.mark.parametrize("on_nvme", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_master_follows_weights_that_are_written_in_place(tmp_path, dtype, on_nvme):
+    model = Model(dtype)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, nvme=drives(tmp_path) if on_nvme else None)
+    weight = model.blocks[0].weight
+    assert torch.equal(optimizer.master(weight), weight.float())
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        weight[1, 2:5] = 7.5
+    assert torch.equal(optimizer.master(weight)[1, 2:5].to(dtype), weight[1, 2:5])
+    assert torch.equal(optimizer.master(weight)[0].to(dtype), weight[0])
+
+
 def test_more_parameters_come_later(tmp_path):
     def run(nvme):
         model = Model()
