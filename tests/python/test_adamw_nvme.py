@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
+
 import orlop  # noqa: E402
 from host_link import all_away  # noqa: E402
 from orlop import deepspeed_compat  # noqa: E402
-from orlop.drive_state import DriveState  # noqa: E402
+from orlop.drive_state import DriveHome, DriveState  # noqa: E402
 
 LAYOUTS = pytest.mark.parametrize(
     ("dtype", "moments"),
@@ -233,6 +237,28 @@ def test_the_deepspeed_door_and_its_checkpoints(tmp_path):
     assert_no_files(tmp_path)
 
 
+def test_a_checkpoint_reads_one_state_at_a_time(tmp_path, monkeypatch):
+    engine = deepspeed(Model(), {"device": "nvme", "nvme_path": [str(tmp_path / "nvme")]})
+    run_engine(engine, 1)
+    read, here, most = DriveHome.read_plane, [], 0
+
+    def observed(home, key):
+        nonlocal most
+        value = read(home, key)
+        here.append(weakref.ref(value))
+        most = max(most, sum(reference() is not None for reference in here))
+        return value
+
+    monkeypatch.setattr(DriveHome, "read_plane", observed)
+    engine.save_checkpoint(tmp_path / "saved")
+    assert len(here) == 3 * len(list(engine.module.parameters())) and most == 1
+    saved = load_file(next((tmp_path / "saved").rglob("optimizer.safetensors")))
+    for name, p in engine.module.named_parameters():
+        for key, value in engine.optimizer.state[p].items():
+            assert key == "step" or torch.equal(saved[f"{name}.{key}"], value)
+    engine.destroy()
+
+
 def test_a_deepspeed_configuration_without_a_path(tmp_path):
     with pytest.raises(orlop.UsageError, match="nvme_path"):
         deepspeed(Model(), {"device": "nvme"})
@@ -425,7 +451,5 @@ def test_nothing_is_left_without_close(tmp_path):
     train(model, optimizer, 1)
     assert list(Path(tmp_path).glob("*.swap"))
     del optimizer
-    import gc
-
     gc.collect()
     assert_no_files(tmp_path)
