@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "base/bytes.h"
@@ -64,8 +65,6 @@ TensorDrives::TensorDrives(const StateDrives& drives)
   swapper_->register_memory({arena_.data(), (update_slots_ + 1) * slot_bytes_}, slot_bytes_);
 }
 
-TensorDrives::~TensorDrives() = default;
-
 HostUpdates TensorDrives::queue_options() {
   HostUpdates updates;
   updates.swapper = swapper_.get();
@@ -113,7 +112,7 @@ size_t TensorDrives::ahead() const { return update_slots_ > 2 ? update_slots_ - 
 
 std::vector<ChunkUpdate> TensorDrives::update(int64_t index, const TensorStore::Tensor& tensor,
                                               const TensorUpdate& update, int threads,
-                                              std::function<void()> begin) {
+                                              const std::function<void()>& begin) {
   std::vector<ChunkUpdate> updates;
   std::vector<Chunk>& chunks = chunks_of(index);
   for (size_t i = 0; i < chunks.size(); ++i) {
@@ -138,8 +137,8 @@ std::vector<ChunkUpdate> TensorDrives::update(int64_t index, const TensorStore::
     made.out.op.kind = UpdateOp::Kind::kSwapOut;
     made.out.op.is_last = i + 1 == chunks.size();
     made.adam = {std::move(adam), tensor.gate(),
-                 [begin = i == 0 ? std::move(begin) : nullptr, states, threads,
-                  is_written = update.is_written, is_blank = &chunk.is_blank] {
+                 [begin = i == 0 ? begin : nullptr, states, threads, is_written = update.is_written,
+                  is_blank = &chunk.is_blank] {
                    if (begin) begin();
                    if (is_written || *is_blank) mend_master(states, threads);
                  }};

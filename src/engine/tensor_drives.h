@@ -27,7 +27,6 @@ class TensorDrives {
  public:
   // Makes the files. Throws as Swapper does, and Error(kUsage, kDoesNotFit) for the slots.
   explicit TensorDrives(const StateDrives& drives);
-  ~TensorDrives();
 
   // What the optimizer's queue is told.
   HostUpdates queue_options();
@@ -44,7 +43,7 @@ class TensorDrives {
   // thread. Throws Error(kUsage) as adam_step() does.
   std::vector<ChunkUpdate> update(int64_t index, const TensorStore::Tensor& tensor,
                                   const TensorUpdate& update, int threads,
-                                  std::function<void()> begin);
+                                  const std::function<void()>& begin);
   // Chunks on their way in at once.
   size_t ahead() const;
 

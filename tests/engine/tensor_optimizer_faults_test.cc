@@ -5,6 +5,8 @@
 #include <sys/statvfs.h>
 
 #include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -81,10 +83,10 @@ TEST(StateDrives, LateTransfersChangeNoBits) {
 
 TEST(StateDrives, AFailedTransferIsOneErrorThatNamesItAndLeavesNoFile) {
   struct Case {
-    IoOp op;
-    int skip;  // requests that still succeed
+    IoOp op = IoOp::kRead;
+    int skip = 0;  // requests that still succeed
     Fault fault;
-    const char* text;
+    const char* text = "";
   };
   for (const Case& c : {Case{IoOp::kRead, 0, Fault::fail(EIO), "Input/output error"},
                         Case{IoOp::kRead, 17, Fault::fail(EIO), "Input/output error"},
