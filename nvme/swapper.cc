@@ -33,12 +33,13 @@ struct Swapper::Operation {
   SwapRequest request;
   std::span<std::byte> memory;
   uint64_t checksum = 0;  // of a write
+  std::string owner;      // of the chunk, for messages
   Done done;
 
   std::string describe() const {
-    return fmt::format("{} of shard {} chunk {} (version {})",
+    return fmt::format("{} of shard {} chunk {}{} (version {})",
                        op == IoOp::kRead ? "swap_in" : "swap_out", request.key.shard,
-                       request.key.chunk, request.version);
+                       request.key.chunk, owner, request.version);
   }
 };
 
@@ -54,6 +55,7 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   std::vector<std::unique_ptr<ShardFile>> files;
   std::vector<DriveInfo> drives;
   std::optional<ExtentTable> table;
+  std::function<std::string(const ChunkKey&)> name_of;
   Verify verify = Verify::kOff;
   size_t alignment = 1;
   size_t slot_bytes = 0;
@@ -98,6 +100,7 @@ void Swapper::start_up(const SwapperOptions& options) {
   state_ = std::make_shared<State>();
   State& state = *state_;
   state.verify = options.verify;
+  state.name_of = options.name_of;
   const std::string run_id = options.run_id.empty() ? default_run_id() : options.run_id;
   for (const std::string& directory : options.directories) {
     state.files.push_back(std::make_unique<ShardFile>(
@@ -225,6 +228,7 @@ void Swapper::enqueue(IoOp op, const SwapRequest& request, std::span<std::byte> 
   operation->request = request;
   operation->memory = memory;
   operation->done = std::move(done);
+  if (state.name_of) operation->owner = fmt::format(" of {}", state.name_of(request.key));
   operation->chunk = state.table->find(request.key);
   const Extent& extent = state.table->extents()[operation->chunk];
   const size_t memory_alignment = state.files[extent.file]->direct_io().memory_alignment;

@@ -35,6 +35,8 @@ struct SwapperOptions {
   // there, so that it holds over several runs.
   bool keep_count_of_day = false;
   int world_size = 1;  // counts that ranks beyond it have left there are taken over
+  // What errors call the owner of a chunk, beside its key; may be empty. From any thread.
+  std::function<std::string(const ChunkKey& key)> name_of;
 };
 
 struct SwapRequest {

@@ -59,6 +59,9 @@ TensorDrives::TensorDrives(const StateDrives& drives)
       arena_((update_slots_ + 1) * slot_bytes_) {
   nvme::SwapperOptions options = swapper_options(drives.nvme);
   options.rank = next_number();
+  options.name_of = [this](const nvme::ChunkKey& key) {
+    return fmt::format("'{}'", names_[static_cast<size_t>(key.shard)]);
+  };
   swapper_ = std::make_unique<nvme::Swapper>(options);
   check_alignment(*swapper_);
   arena_.carve((update_slots_ + 1) * slot_bytes_, "slots of drives", kPageBytes);
@@ -89,6 +92,8 @@ void TensorDrives::add(int64_t first, std::span<const TensorSpec> specs) {
     }
   }
   swapper_->add_chunks(places);
+  names_.resize(static_cast<size_t>(first));
+  for (const TensorSpec& spec : specs) names_.push_back(spec.name);
   chunks_.resize(static_cast<size_t>(first));
   std::ranges::move(added, std::back_inserter(chunks_));
   versions_.resize(chunks_.size(), 0);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "engine/tensor_store.h"
@@ -94,6 +95,7 @@ class TensorDrives {
   HostArena arena_;
   std::vector<std::vector<Chunk>> chunks_;  // by tensor; empty where drives have no part
   std::vector<int64_t> versions_;           // by tensor: what its chunks hold
+  std::vector<std::string> names_;          // by tensor
   std::optional<Loaded> loaded_;
   std::unique_ptr<nvme::Swapper> swapper_;  // last: it ends before the memory that it moves
 };

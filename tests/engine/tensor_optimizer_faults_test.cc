@@ -110,8 +110,9 @@ TEST(StateDrives, AFailedTransferIsOneErrorThatNamesItAndLeavesNoFile) {
         optimizer.synchronize();
       };
       const std::string text = error_of(ErrorCode::kIo, go_on);
-      EXPECT_THAT(text, AllOf(HasSubstr(c.op == IoOp::kRead ? "swap_in" : "swap_out"),
-                              HasSubstr("orlop-r"), HasSubstr("offset"), HasSubstr(c.text)));
+      EXPECT_THAT(
+          text, AllOf(HasSubstr(c.op == IoOp::kRead ? "swap_in" : "swap_out"), HasSubstr(" of 'w"),
+                      HasSubstr("orlop-r"), HasSubstr("offset"), HasSubstr(c.text)));
       EXPECT_EQ(error_of(ErrorCode::kIo, [&] { model.update(5); }), text);
     }
     EXPECT_TRUE(fs::is_empty(dir.path()));

@@ -432,11 +432,11 @@ def test_options_that_cannot_work(tmp_path, monkeypatch, nvme, text):
 
 def test_a_damaged_file_is_one_error_that_names_it(tmp_path):
     model = Model()
-    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, nvme=drives(tmp_path, 1))
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model, nvme=drives(tmp_path, 1))
     train(model, optimizer, 1)
     (path,) = tmp_path.rglob("*.swap")
     os.truncate(path, 8192)
-    with pytest.raises(orlop.IoError, match=f"{path.name} has 8192 bytes") as first:
+    with pytest.raises(orlop.IoError, match=f"of 'scale'.*{path.name} has 8192 bytes") as first:
         train(model, optimizer, 1)
     with pytest.raises(orlop.IoError) as second:
         optimizer.synchronize()
