@@ -37,7 +37,8 @@ Fence make_fence(Address wait, Address handle) {
 // weights for good, gradients until their update has been waited for.
 class OptimizerHandle {
  public:
-  explicit OptimizerHandle(int threads) : optimizer_(std::make_unique<TensorOptimizer>(threads)) {}
+  OptimizerHandle(int threads, const StateDrives& drives)
+      : optimizer_(std::make_unique<TensorOptimizer>(threads, drives)) {}
   ~OptimizerHandle() { close(); }
   OptimizerHandle(const OptimizerHandle&) = delete;
   OptimizerHandle& operator=(const OptimizerHandle&) = delete;
@@ -132,6 +133,13 @@ class OptimizerHandle {
   std::vector<py::object> in_flight_;
 };
 
+StatePlane plane_named(const std::string& name) {
+  if (name == "exp_avg") return StatePlane::kExpAvg;
+  if (name == "exp_avg_sq") return StatePlane::kExpAvgSq;
+  if (name == "lo" || name == "master") return StatePlane::kMasterRest;
+  throw Error(ErrorCode::kUsage, "a tensor keeps no plane '" + name + "'");
+}
+
 // One plane as an array over the optimizer's memory, which the array keeps; None where the layout
 // has no such plane. 16-bit floats come as uint16.
 py::object plane(OptimizerHandle& self, int64_t tensor, const std::string& name, int64_t numel,
@@ -154,6 +162,15 @@ py::object plane(OptimizerHandle& self, int64_t tensor, const std::string& name,
 }
 
 void bind_values(py::module_& module) {
+  py::class_<StateDrives> drives(
+      module, "StateDrives",
+      "Drives for states that host memory does not hold (nvme: an NvmeConfig with paths), and the "
+      "bytes of one slot and of all slots in host memory that they pass through.");
+  def_keyword_init<StateDrives>(drives);
+  drives.def_readwrite("nvme", &StateDrives::nvme)
+      .def_readwrite("slot_bytes", &StateDrives::slot_bytes)
+      .def_readwrite("host_bytes", &StateDrives::host_bytes);
+
   py::class_<AdamHyper> hyper(module, "AdamHyper",
                               "Hyperparameters of one update; step counts from 1. decoupled: "
                               "AdamW, else Adam with the decay in the gradient.");
@@ -178,6 +195,7 @@ void bind_values(py::module_& module) {
       .def_readwrite("numel", &TensorSpec::numel)
       .def_readwrite("keep_gradient", &TensorSpec::keep_gradient)
       .def_readwrite("seed", &TensorSpec::seed)
+      .def_readwrite("on_drives", &TensorSpec::on_drives)
       .def_property(
           "weights", [](const TensorSpec& self) { return reinterpret_cast<Address>(self.weights); },
           [](TensorSpec& self, Address address) { self.weights = pointer<void>(address); });
@@ -238,6 +256,31 @@ void bind_states(py::class_<OptimizerHandle>& optimizer) {
             self.get().write_master(tensor, in);
           },
           py::arg("tensor"), py::arg("values"))
+      .def(
+          "read_state",
+          [](OptimizerHandle& self, int64_t tensor, const std::string& name, int64_t first,
+             Address values, size_t bytes) {
+            self.get().read_state(tensor, plane_named(name), first,
+                                  {pointer<std::byte>(values), bytes});
+          },
+          py::arg("tensor"), py::arg("name"), py::arg("first"), py::arg("values"), py::arg("bytes"),
+          Release(), "Copies elements of one plane, from `first` on, to an address.")
+      .def(
+          "write_state",
+          [](OptimizerHandle& self, int64_t tensor, const std::string& name, int64_t first,
+             Address values, size_t bytes) {
+            self.get().write_state(tensor, plane_named(name), first,
+                                   {pointer<std::byte>(values), bytes});
+          },
+          py::arg("tensor"), py::arg("name"), py::arg("first"), py::arg("values"), py::arg("bytes"),
+          Release())
+      .def(
+          "piece_numel",
+          [](OptimizerHandle& self, int64_t tensor, int64_t first) {
+            return self.get().piece_numel(tensor, first);
+          },
+          py::arg("tensor"), py::arg("first"),
+          "Elements from `first` on whose planes, read or written one after the other, move once.")
       .def("ranges",
            [](OptimizerHandle& self) {
              std::vector<std::pair<Address, size_t>> ranges;
@@ -265,7 +308,9 @@ void bind_tensor_optimizer(py::module_& module) {
                                         "Adam for tensors that the caller owns; orlop.AdamW is "
                                         "built on it. Addresses are those of host memory.");
   bind_states(optimizer);
-  optimizer.def(py::init<int>(), py::arg("threads") = 0)
+  optimizer
+      .def(py::init<int, const StateDrives&>(), py::arg("threads") = 0,
+           py::arg("drives") = StateDrives{})
       .def("add", &OptimizerHandle::add, py::arg("specs"), py::arg("weights"),
            "Takes memory for the states; `weights` are the objects that own the addresses. Returns "
            "the index of the first.")

@@ -7,17 +7,24 @@ namespace orlop::nvme {
 
 ExtentTable::ExtentTable(std::span<const ChunkSpec> chunks, std::span<const double> weights,
                          size_t alignment, uint64_t first_offset)
-    : bytes_per_file_(weights.size(), 0) {
+    : weights_(weights.begin(), weights.end()),
+      alignment_(alignment),
+      first_offset_(first_offset),
+      bytes_per_file_(weights.size(), 0) {
   ORLOP_INVARIANT(!weights.empty() && first_offset % alignment == 0);
   for (const double weight : weights) ORLOP_INVARIANT(weight > 0);
-  extents_.reserve(chunks.size());
+  add(chunks);
+}
+
+void ExtentTable::add(std::span<const ChunkSpec> chunks) {
+  extents_.reserve(extents_.size() + chunks.size());
   for (const ChunkSpec& chunk : chunks) {
-    const uint64_t capacity = align_up(chunk.bytes, alignment);
+    const uint64_t capacity = align_up(chunk.bytes, alignment_);
     // The file that would be done first with this chunk added.
     uint32_t file = 0;
     double earliest = 0;
-    for (uint32_t i = 0; i < weights.size(); ++i) {
-      const double end = static_cast<double>(bytes_per_file_[i] + capacity) / weights[i];
+    for (uint32_t i = 0; i < weights_.size(); ++i) {
+      const double end = static_cast<double>(bytes_per_file_[i] + capacity) / weights_[i];
       if (i == 0 || end < earliest) {
         file = i;
         earliest = end;
@@ -27,7 +34,7 @@ ExtentTable::ExtentTable(std::span<const ChunkSpec> chunks, std::span<const doub
     check(added, ErrorCode::kUsage, "shard {} chunk {} comes twice in the list of chunks",
           chunk.key.shard, chunk.key.chunk);
     extents_.push_back(
-        {chunk.key, file, first_offset + bytes_per_file_[file], chunk.bytes, capacity});
+        {chunk.key, file, first_offset_ + bytes_per_file_[file], chunk.bytes, capacity});
     bytes_per_file_[file] += capacity;
   }
 }

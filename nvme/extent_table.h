@@ -39,6 +39,10 @@ class ExtentTable {
   ExtentTable(std::span<const ChunkSpec> chunks, std::span<const double> weights, size_t alignment,
               uint64_t first_offset);
 
+  // More chunks behind those that are there, whose extents stay where they are. After an error the
+  // table is of no use.
+  void add(std::span<const ChunkSpec> chunks);
+
   std::span<const Extent> extents() const { return extents_; }
   // Position in extents(). Throws Error(kInternal) for an unknown chunk.
   size_t find(ChunkKey key) const;
@@ -46,6 +50,9 @@ class ExtentTable {
   std::span<const uint64_t> bytes_per_file() const { return bytes_per_file_; }
 
  private:
+  std::vector<double> weights_;
+  size_t alignment_;
+  uint64_t first_offset_;
   std::vector<Extent> extents_;
   std::vector<uint64_t> bytes_per_file_;
   std::map<ChunkKey, size_t> index_;

@@ -1,56 +1,28 @@
 #include "nvme/swapper.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <optional>
-#include <set>
 
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/log.h"
-#include "nvme/aio_sweep.h"
-#include "nvme/aligned_memory.h"
 #include "nvme/direct_io.h"
+#include "nvme/drive_weights.h"
 #include "nvme/shard_file.h"
 #include "nvme/write_ledger.h"
 
 namespace orlop::nvme {
 namespace {
 
-constexpr uint64_t kMeasuredBytes = 64 * kMiB;
 constexpr int64_t kNoVersion = -1;
 
 uint64_t checksum_seed(const SwapRequest& request) {
   return (static_cast<uint64_t>(request.key.shard) << 40) ^
          (static_cast<uint64_t>(request.key.chunk) << 20) ^ static_cast<uint64_t>(request.version);
-}
-
-// Directories on one file system share its drive evenly, whatever that can do.
-bool lie_apart(std::span<const std::unique_ptr<ShardFile>> files) {
-  std::set<dev_t> devices;
-  for (const auto& file : files) {
-    struct stat info {};
-    if (::fstat(file->fd(), &info) == 0) devices.insert(info.st_dev);
-  }
-  return devices.size() > 1;
-}
-
-// Both ways one after the other, as a step does.
-double measure(IoQueue& queue, ShardFile& file) {
-  const size_t bytes = kMeasuredBytes;
-  file.reserve(file.alignment(), bytes, 0);
-  const AlignedMemory memory(bytes, file.alignment());
-  std::memset(memory.data(), 0x5a, bytes);
-  const std::span<std::byte> data = memory.span();
-  measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
-  const double write = measure_bandwidth(queue, IoOp::kWrite, file.fd(), file.alignment(), data);
-  const double read = measure_bandwidth(queue, IoOp::kRead, file.fd(), file.alignment(), data);
-  return 2 / (1 / read + 1 / write);
 }
 
 }  // namespace
@@ -61,12 +33,13 @@ struct Swapper::Operation {
   SwapRequest request;
   std::span<std::byte> memory;
   uint64_t checksum = 0;  // of a write
+  std::string owner;      // of the chunk, for messages
   Done done;
 
   std::string describe() const {
-    return fmt::format("{} of shard {} chunk {} (version {})",
+    return fmt::format("{} of shard {} chunk {}{} (version {})",
                        op == IoOp::kRead ? "swap_in" : "swap_out", request.key.shard,
-                       request.key.chunk, request.version);
+                       request.key.chunk, owner, request.version);
   }
 };
 
@@ -82,6 +55,7 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   std::vector<std::unique_ptr<ShardFile>> files;
   std::vector<DriveInfo> drives;
   std::optional<ExtentTable> table;
+  std::function<std::string(const ChunkKey&)> name_of;
   Verify verify = Verify::kOff;
   size_t alignment = 1;
   size_t slot_bytes = 0;
@@ -95,6 +69,7 @@ struct Swapper::State : std::enable_shared_from_this<Swapper::State> {
   SwapStats stats;
   WriteLedger ledger;
 
+  void reserve(const ExtentTable& extents);
   void start(const std::shared_ptr<Operation>& operation);
   void check_start(const Operation& operation) const;
   void finish(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -125,35 +100,23 @@ void Swapper::start_up(const SwapperOptions& options) {
   state_ = std::make_shared<State>();
   State& state = *state_;
   state.verify = options.verify;
+  state.name_of = options.name_of;
   const std::string run_id = options.run_id.empty() ? default_run_id() : options.run_id;
   for (const std::string& directory : options.directories) {
     state.files.push_back(std::make_unique<ShardFile>(
         ShardFileOptions{directory, options.rank, run_id, options.direct}));
     state.alignment = std::max(state.alignment, state.files.back()->alignment());
   }
-  const bool measures = options.bandwidths.empty() && lie_apart(state.files);
-  std::vector<double> weights = options.bandwidths;
-  if (weights.empty()) {
-    for (auto& file : state.files) weights.push_back(measures ? measure(*queue_, *file) : 1);
-  }
-  for (const double weight : weights) {
-    check(weight > 0, ErrorCode::kUsage, "a swap directory has a bandwidth of {}", weight);
-  }
-  state.table.emplace(options.chunks, weights, state.alignment, state.alignment);
-  for (const Extent& extent : state.table->extents()) {
-    state.slot_bytes = std::max<size_t>(state.slot_bytes, extent.capacity);
-  }
-  state.chunks = std::vector<Chunk>(options.chunks.size());
+  const DriveWeights drives = drive_weights(*queue_, state.files, options.bandwidths);
   for (size_t i = 0; i < count; ++i) {
-    ShardFile& file = *state.files[i];
-    const uint64_t bytes = state.table->bytes_per_file()[i];
-    const auto records = std::ranges::count_if(
-        state.table->extents(), [i](const Extent& extent) { return extent.file == i; });
-    file.reserve(state.alignment, bytes, static_cast<uint64_t>(records));
-    queue_->with_backend([&](IoBackend& backend) { backend.register_file(file.fd()); });
+    const ShardFile& file = *state.files[i];
     state.drives.push_back({file.path(), file_system_name(file.fd()), file.direct(),
-                            file.direct_io().why_not,
-                            measures || !options.bandwidths.empty() ? weights[i] : 0, bytes});
+                            file.direct_io().why_not, drives.are_known ? drives.weights[i] : 0, 0});
+  }
+  state.table.emplace(options.chunks, drives.weights, state.alignment, state.alignment);
+  state.reserve(*state.table);
+  for (const auto& file : state.files) {
+    queue_->with_backend([&](IoBackend& backend) { backend.register_file(file->fd()); });
   }
   if (options.keep_count_of_day) {
     state.ledger =
@@ -161,6 +124,35 @@ void Swapper::start_up(const SwapperOptions& options) {
   }
   state.queue = queue_.get();
   keep_ = options.keep;
+}
+
+// Gives every file the length that `extents` need, and every chunk of theirs its entry.
+void Swapper::State::reserve(const ExtentTable& extents) {
+  for (size_t i = 0; i < files.size(); ++i) {
+    const auto records = std::ranges::count_if(
+        extents.extents(), [i](const Extent& extent) { return extent.file == i; });
+    files[i]->reserve(alignment, extents.bytes_per_file()[i], static_cast<uint64_t>(records));
+    drives[i].bytes = extents.bytes_per_file()[i];
+  }
+  for (const Extent& extent : extents.extents()) {
+    slot_bytes = std::max<size_t>(slot_bytes, extent.capacity);
+  }
+  chunks.resize(extents.extents().size());
+}
+
+void Swapper::add_chunks(std::span<const ChunkSpec> chunks) {
+  flush();
+  State& state = *state_;
+  ExtentTable grown = *state.table;
+  grown.add(chunks);
+  std::lock_guard lock(state.mutex);
+  try {
+    state.reserve(grown);
+  } catch (...) {
+    state.reserve(*state.table);  // the files are as long as they were
+    throw;
+  }
+  state.table = std::move(grown);
 }
 
 Swapper::~Swapper() {
@@ -236,6 +228,7 @@ void Swapper::enqueue(IoOp op, const SwapRequest& request, std::span<std::byte> 
   operation->request = request;
   operation->memory = memory;
   operation->done = std::move(done);
+  if (state.name_of) operation->owner = fmt::format(" of {}", state.name_of(request.key));
   operation->chunk = state.table->find(request.key);
   const Extent& extent = state.table->extents()[operation->chunk];
   const size_t memory_alignment = state.files[extent.file]->direct_io().memory_alignment;

@@ -22,8 +22,8 @@ struct SwapperOptions {
   std::vector<std::string> directories;  // one per drive
   std::vector<double>
       bandwidths;  // of the directories, any unit; empty: measured if they lie on several drives
-  std::vector<ChunkSpec>
-      chunks;  // all that will ever be swapped; neighbours go to different drives
+  // What will be swapped, until add_chunks() brings more; neighbours go to different drives.
+  std::vector<ChunkSpec> chunks;
   int rank = 0;
   std::string run_id;  // the same on all ranks of a run; empty: this process is the run
   bool direct = true;
@@ -35,6 +35,8 @@ struct SwapperOptions {
   // there, so that it holds over several runs.
   bool keep_count_of_day = false;
   int world_size = 1;  // counts that ranks beyond it have left there are taken over
+  // What errors call the owner of a chunk, beside its key; may be empty. From any thread.
+  std::function<std::string(const ChunkKey& key)> name_of;
 };
 
 struct SwapRequest {
@@ -78,6 +80,11 @@ class Swapper {
   ~Swapper();
   Swapper(const Swapper&) = delete;
   Swapper& operator=(const Swapper&) = delete;
+
+  // Reserves space for more chunks. Waits until all operations so far have ended; nobody else may
+  // start one meanwhile. After an error, those of the constructor or of flush(), nothing has
+  // changed.
+  void add_chunks(std::span<const ChunkSpec> chunks);
 
   // Tells the kernel about the memory of a slot pool, which makes requests cheaper.
   void register_memory(std::span<std::byte> memory, size_t slot_bytes);

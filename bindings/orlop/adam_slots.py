@@ -6,6 +6,7 @@ from . import _orlop, errors, torch_support
 from .torch_support import torch
 
 from .device_link import DeviceLink  # isort: skip
+from .drive_state import DriveHome  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .state_home import MOMENT_KEYS, HostHome, device_bytes  # isort: skip
 
@@ -81,7 +82,7 @@ class SlotSide:
                 begin, size = end, 0
 
     def make_host_homes(self, params, links, seeds):
-        """Room in host memory for the states of these parameters."""
+        """Room in host memory, or on the drives where there are some, for the states of these parameters."""
         specs = [
             _orlop.TensorSpec(
                 name=self._names[p],
@@ -91,6 +92,7 @@ class SlotSide:
                 weights=0 if self._is_away(p) else p.data_ptr(),
                 keep_gradient=self._leaves(p) or self._is_away(p),
                 seed=seed,
+                on_drives=self._drives is not None and p.numel() > 0,
             )
             for p, seed in zip(params, seeds, strict=True)
         ]
@@ -98,9 +100,16 @@ class SlotSide:
         for link in self._links.values():
             link.pin(self._native.ranges())
         return [
-            HostHome(self._native, first + i, p, self._moments, link, specs[i].keep_gradient)
+            (DriveHome if specs[i].on_drives else HostHome)(
+                self._native, first + i, p, self._moments, link, specs[i].keep_gradient
+            )
             for i, (p, link) in enumerate(zip(params, links, strict=True))
         ]
+
+    def _make_native(self):
+        if self._drives is None:
+            return _orlop.TensorOptimizer(self._threads)
+        return _orlop.TensorOptimizer(self._threads, self._drives)
 
     def release_host(self, homes):
         """Gives the host memory of states that have left it back."""
@@ -142,7 +151,7 @@ class SlotSide:
         for p in params:
             if p in self.state:
                 self.state[p] = {"step": self.state[p]["step"]}
-        self._native = self._parts[0] = _orlop.TensorOptimizer(self._threads)
+        self._native = self._parts[0] = self._make_native()
         self._adopt(params)
         for p, saved in moments.items():
             for key, value in saved.items():

@@ -37,7 +37,7 @@ class StateSide:
         slot.wrote_weights()
 
     def placement(self):
-        """Where masters and moments live: {"host" or a device: {"bytes": ..., "parameters": [names]}}."""
+        """Where masters and moments live: {"host", "nvme" or a device: {"bytes": ..., "parameters": [names]}}."""
         return self._placement.report()
 
     def __repr__(self):
@@ -76,7 +76,8 @@ class StateSide:
     def state_dict(self):
         """torch's layout. As with torch's optimizers the tensors are the live ones, where they live: copy them to
         keep them; after the first step, which may move them, these are others.
-        16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks."""
+        16-bit parameters have one tensor more, the part of the fp32 master that the weight lacks. States on drives
+        are read when somebody uses their tensor, as often as that is; after close() they are gone."""
         self.synchronize()
         return super().state_dict()
 
@@ -107,11 +108,9 @@ class StateSide:
 
     def _load_state(self, p, state):
         slot = self._slots[p]
-        for key in MOMENT_KEYS:
-            slot.planes[key].copy_(state[key])
         rest = state.get(MASTER_KEY[p.dtype])
+        slot.home.write_planes({key: state[key] for key in slot.planes if key in state})
         if rest is not None:
-            slot.planes[MASTER_KEY[p.dtype]].copy_(rest)
-            slot.loaded_rest = rest.detach().clone() if slot.link and not slot.home.on_device else None
+            slot.loaded_rest = slot.home.rest_to_keep(rest) if slot.link and not slot.home.on_device else None
         self.state[p] = {"step": torch.tensor(float(state["step"])), **slot.planes}
         self.state[p].update({k: v for k, v in state.items() if k not in self.state[p]})

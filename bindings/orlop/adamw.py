@@ -13,6 +13,7 @@ from .adam_gradients import GradientSide  # isort: skip
 from .adam_slots import SlotSide  # isort: skip
 from .adam_state import StateSide  # isort: skip
 from .adam_update import UpdateSide  # isort: skip
+from .drive_options import state_drives  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
 from .gradient_batch import Collector, Unit  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
@@ -45,6 +46,9 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         that fit beside it move to the GPU, with their gradients, in the order in which a forward uses the weights:
         the update of the first would have nothing to hide under. "host": all in host memory. A number: at most so
         many bytes of states and their gradients on the GPU. `placement()` and repr() show which live where.
+    nvme: directories, one per drive, for the states that are not on a GPU: host memory then holds weights, gradients
+        and a few slots. Or a mapping with the keys of a run's section `nvme`, and slot and host, the bytes of one
+        slot and of all of them. The files go with the optimizer; every process needs directories of its own.
     device_limit: bytes of tensors on a GPU, all of torch's counted, up to which states and fp32 sums of
         micro-batches are kept there; what would exceed it is in host memory. None: what is free, less a reserve of
         1 GiB and a sixteenth of all.
@@ -73,6 +77,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         nonfinite="skip",
         moments="fp32",
         states="auto",
+        nvme=None,
         threads=0,
         device_limit=None,
         stream=None,
@@ -83,6 +88,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
         self._device_limit = device_limit
+        self._drives = state_drives(nvme)
         self._placement = Placement(self, states_limit(states))
         self._stream = stream  # set by orlop.wrap: brings the weights of blocks
         self._slots: dict[torch.Tensor, Slot] = {}
@@ -114,7 +120,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         super().__init__(params, defaults)
         self._check_groups(self.param_groups)
         self._threads = threads or self._default_threads()
-        self._native = _orlop.TensorOptimizer(self._threads)
+        self._native = self._make_native()
         self._parts = [self._native]  # what outlives this object in its finalizer
         self._adopt(p for group in self.param_groups for p in group["params"] if p.requires_grad)
         self._ready = True

@@ -20,7 +20,8 @@ class Key:
 
 _COMM = "one rank: nothing is communicated"
 _STREAM = "weights are not partitioned: orlop.wrap sizes its own window"
-_UPDATE = "states are in host memory and never partitioned"
+_UPDATE = "states are never partitioned"
+_DRIVES = "with device nvme reads and writes always run beside the update"
 _IO = "io_uring has no such split"
 _ALWAYS = "always so"
 _TUNE = "run `orlop plan`, which computes what autotuning tries"
@@ -122,21 +123,21 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_param.buffer_size": Key("B", 1e8, _STREAM),
     "zero_optimization.offload_param.max_in_cpu": Key("B", 1e9, _STREAM),
     "zero_optimization.offload_param.pin_memory": Key("B", True, "pinned where there is a GPU"),
-    "zero_optimization.offload_optimizer.device": Key("A", "none", "cpu: host memory; none: what fits on the GPU stays there; nvme is refused"),
-    "zero_optimization.offload_optimizer.nvme_path": Key("B", None, "used with device nvme only", (str, list)),
+    "zero_optimization.offload_optimizer.device": Key("A", "none", "cpu: host memory; nvme: drives; none: what fits on the GPU stays there"),
+    "zero_optimization.offload_optimizer.nvme_path": Key("A", None, "with device nvme: a directory, or one per drive", (str, list)),
     "zero_optimization.offload_optimizer.buffer_count": Key("B", 4, _UPDATE),
     "zero_optimization.offload_optimizer.pin_memory": Key("B", True, "pinned where there is a GPU"),
-    "zero_optimization.offload_optimizer.pipeline_read": Key("B", False, "used with device nvme only"),
-    "zero_optimization.offload_optimizer.pipeline_write": Key("B", False, "used with device nvme only"),
-    "zero_optimization.offload_optimizer.pipeline": Key("B", False, "used with device nvme only"),
+    "zero_optimization.offload_optimizer.pipeline_read": Key("B", False, _DRIVES),
+    "zero_optimization.offload_optimizer.pipeline_write": Key("B", False, _DRIVES),
+    "zero_optimization.offload_optimizer.pipeline": Key("B", False, _DRIVES),
     "zero_optimization.offload_optimizer.fast_init": Key("B", False, "states are zeroed by all cores"),
-    "zero_optimization.offload_optimizer.ratio": Key("R", 1.0, "every state is in host memory"),
+    "zero_optimization.offload_optimizer.ratio": Key("R", 1.0, "the device that is named takes every state"),
     "zero_optimization.offload_optimizer.super_offload": Key("R", False, "no speculative step here"),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Key("A", 0.8, "share of the cores that update"),
     "zero_optimization.zenflow": Key("R", None, "changes the numbers; not implemented", dict),
     # I/O, activations
-    "aio.block_size": Key("B", 1 << 20, "give it to ops.aio.aio_handle"),
-    "aio.queue_depth": Key("B", 8, "give it to ops.aio.aio_handle"),
+    "aio.block_size": Key("A", 1 << 20, "bytes of one request to the drives of nvme_path"),
+    "aio.queue_depth": Key("A", 8, "requests to them in flight, where it is given; else 32"),
     "aio.intra_op_parallelism": Key("B", 1, _IO),
     "aio.thread_count": Key("B", 1, _IO),
     "aio.single_submit": Key("B", False, _IO),

@@ -13,6 +13,7 @@ from .state_home import DeviceHome, device_bytes
 
 _log = logging.getLogger("orlop")
 _CHECKED_EVERY = 16  # steps
+_PLACES = {"host": "in host memory", "nvme": "on drives"}
 
 
 def choose(sizes: Sequence[int], room: int) -> list[int]:
@@ -69,12 +70,11 @@ class Placement:
         return [slot for slot in optimizer.in_order_of_use() if slot.home.on_device]
 
     def report(self) -> dict[str, dict]:
-        """By place, "host" or a device: the parameters whose states live there, and the bytes of these states."""
+        """By place, "host", "nvme" or a device: the parameters whose states live there, and the bytes of these states."""
         places: dict[str, dict] = {}
         for slot in self._optimizer().in_order_of_use():
-            place = places.setdefault(
-                str(slot.device) if slot.home.on_device else "host", {"bytes": 0, "parameters": []}
-            )
+            where = str(slot.device) if slot.home.on_device else slot.home.place
+            place = places.setdefault(where, {"bytes": 0, "parameters": []})
             place["parameters"].append(slot.name)
             place["bytes"] += sum(plane.nbytes for plane in slot.planes.values())
         return places
@@ -159,7 +159,7 @@ def describe(report: dict[str, dict]) -> str:
     """One line of Placement.report()."""
     parts = [
         f"{place['bytes'] / 2**30:.2f} GiB of {len(place['parameters'])} parameters "
-        + ("in host memory" if where == "host" else f"on {where}")
+        + _PLACES.get(where, f"on {where}")
         for where, place in report.items()
     ]
     return ", ".join(parts) or "none yet"

@@ -14,7 +14,7 @@ from .torch_support import DTYPES, flat
 MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
 # The part of the fp32 master that the weights themselves do not hold, by their dtype.
 MASTER_KEY = {torch.bfloat16: "master_lo", torch.float16: "master", torch.float32: None}
-_PLANE_OF_KEY = {"master_lo": "lo"}
+PLANE_OF_KEY = {"master_lo": "lo"}
 _REST_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
 
 
@@ -28,6 +28,7 @@ class HostHome:
     of them is kept here, and the link copies it up and gradients down."""
 
     on_device = False
+    place = "host"
 
     def __init__(self, native, index: int, param: torch.Tensor, moments: torch.dtype, link, hold: bool):
         self.native, self.index, self.link = native, index, link
@@ -53,7 +54,7 @@ class HostHome:
         return torch.from_numpy(array).view(dtype)
 
     def _plane(self, key: str, dtype: torch.dtype, param: torch.Tensor) -> torch.Tensor:
-        plane = self._flat_plane(_PLANE_OF_KEY.get(key, key), dtype)
+        plane = self._flat_plane(PLANE_OF_KEY.get(key, key), dtype)
         return plane.as_strided(param.size(), param.stride())
 
     # --- weights --------------------------------------------------------------------------------
@@ -69,6 +70,10 @@ class HostHome:
             self.planes[MASTER_KEY[self.dtype]].copy_(slot.loaded_rest)
             slot.loaded_rest = None
         slot.version = slot.param._version
+
+    def rest_to_keep(self, rest: torch.Tensor) -> torch.Tensor:
+        """Of a loaded master's rest, until weights and rest have met."""
+        return rest.detach().clone()
 
     def follow(self, slot) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""
@@ -91,7 +96,13 @@ class HostHome:
 
     def read_master(self, slot) -> torch.Tensor:
         """(numel) fp32 in host memory, a copy."""
+        if not self.link and self.dtype == torch.float16:  # written in place, or not updated yet
+            self.native.adopt_weights(self.index, slot.param.data_ptr())
         return torch.from_numpy(self.native.read_master(self.index, self.numel))
+
+    def write_planes(self, values: dict[str, torch.Tensor]) -> None:
+        for key, value in values.items():
+            self.planes[key].copy_(value)
 
     def write_master(self, slot, values: torch.Tensor) -> None:
         """`values` (numel) fp32 in host memory; the weights become their rounding."""
@@ -232,6 +243,8 @@ class DeviceHome:
         if self.dtype == torch.float16:
             flat(self.planes["master"]).copy_(values)
         flat(slot.param).copy_(values)
+
+    write_planes = HostHome.write_planes
 
     def wait_written(self, slot) -> None:
         """What torch's current stream is given from here on finds the weights of the last update."""

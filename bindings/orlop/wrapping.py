@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 
 from . import errors
 from .torch_support import check_disjoint, check_parameter, require_torch
@@ -14,6 +13,7 @@ torch = require_torch("orlop.wrap")
 
 from .adamw import AdamW  # noqa: E402
 from .device_link import DeviceLink  # noqa: E402
+from .drive_options import split_config  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
 from .streamed_weights import Block, Entry, StreamedWeights  # noqa: E402
@@ -28,7 +28,8 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
         over), a mapping of arguments of orlop.AdamW, or None for evaluation only.
     config: "auto", or a mapping, YAML or JSON with limits.gpu: bytes for weights on the device ("24GiB"); as many
         blocks as fit beside two for streaming stay there, and sums of micro-batches as far as they fit beside the
-        highest use of memory so far. "auto" takes what is free on a GPU less a reserve.
+        highest use of memory so far. "auto" takes what is free on a GPU less a reserve. nvme.paths: directories of
+        drives for optimizer states, as nvme= of orlop.AdamW.
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU (orlop.init) that is larger than the
         GPU is wrapped with device="cuda": its blocks never are there all at once. Its memory is taken over.
@@ -40,6 +41,9 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     """
     if model in _streams:
         raise errors.UsageError("orlop.wrap: this model is wrapped already; orlop.unwrap(model) first")
+    config, nvme = split_config(config)
+    if nvme is not None:
+        options = {"nvme": nvme, **options}
     limit = _limit_bytes(config)
     names = {p: name for name, p in model.named_parameters()}
     for p, name in names.items():
@@ -137,10 +141,6 @@ def _device_link(device, limit):
 def _limit_bytes(config) -> int | None:
     if config == "auto":
         return None
-    if isinstance(config, (str, Path)):
-        from .config import read_config_file
-
-        config = read_config_file(Path(config))
     if not isinstance(config, Mapping):
         raise errors.UsageError(f"orlop.wrap: config = {config!r} is neither 'auto', a mapping nor a file")
     if "zero_optimization" in config:
@@ -149,7 +149,7 @@ def _limit_bytes(config) -> int | None:
     unknown = sorted(set(config) - {"limits"} if "limits" in config else set(limits) - {"gpu"})
     if unknown or set(limits) - {"gpu"}:
         wrong = unknown or sorted(set(limits) - {"gpu"})
-        raise errors.UsageError(f"orlop.wrap: config key {wrong[0]!r} is not known; limits.gpu is")
+        raise errors.UsageError(f"orlop.wrap: config key {wrong[0]!r} is not known; limits.gpu and nvme are")
     value = limits.get("gpu")
     if isinstance(value, str):
         from .config import parse_bytes

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "orlop/config.h"
 #include "orlop/cpu_adam.h"
 #include "orlop/export.h"
 #include "orlop/types.h"
@@ -25,10 +26,29 @@ struct TensorSpec {
   void* weights = nullptr;
   bool keep_gradient = false;  // take room for one gradient of `dtype` in host memory
   uint64_t seed = 0;           // of stochastic rounding
+  // Moments, and what of the master the weights do not hold, live on the optimizer's drives.
+  bool on_drives = false;
+};
+
+// The drives behind states that host memory does not hold: files in nvme.paths, one for each
+// directory, which no other process may use; they go with the optimizer. Their chunks pass through
+// slots of host memory, of which one belongs to reads and writes between updates.
+struct StateDrives {
+  NvmeConfig nvme;                             // no paths: no drives
+  size_t slot_bytes = size_t{16} << 20;        // of one chunk's states; a multiple of 4096
+  size_t host_bytes = 5 * (size_t{16} << 20);  // of all slots: at least three
+};
+
+// The arrays of a tensor's states beside its weights.
+enum class StatePlane : uint8_t {
+  kExpAvg,
+  kExpAvgSq,
+  kMasterRest  // bf16: the lo plane, fp16: the fp32 master; fp32 has none
 };
 
 // Where the states of one tensor lie, all in host memory, numel elements each; null for what its
-// layout lacks (AdamShard tells the layouts). exp_avg and exp_avg_sq hold moment_dtype.
+// layout lacks (AdamShard tells the layouts) and what is on drives. exp_avg and exp_avg_sq hold
+// moment_dtype.
 struct TensorStates {
   void* weights = nullptr;  // bf16 and fp16: the compute copy; fp32: the master
   uint16_t* lo = nullptr;
@@ -86,20 +106,23 @@ struct TensorMemory {
 // forked child every call throws and the destructor does nothing. All errors are orlop::Error.
 class ORLOP_EXPORT TensorOptimizer {
  public:
-  // `threads` drive each update; 0: default_threads().
-  explicit TensorOptimizer(int threads = 0);
+  // `threads` drive each update; 0: default_threads(). Errors of drives name path and numbers:
+  // Error(kUsage) for a directory that cannot be used, Error(kDoesNotFit) for one that is full,
+  // Error(kIo) for a transfer that failed, after which all that was submitted has ended.
+  explicit TensorOptimizer(int threads = 0, const StateDrives& drives = {});
   // Ends what was submitted.
   ~TensorOptimizer();
   TensorOptimizer(const TensorOptimizer&) = delete;
   TensorOptimizer& operator=(const TensorOptimizer&) = delete;
 
-  // Takes memory for the states of `tensors`, moments zero, and returns the index of the first;
-  // the others follow. All or nothing. Throws Error(kDoesNotFit) with the shortage.
+  // Takes memory, and space on the drives, for the states of `tensors`, moments zero, and returns
+  // the index of the first; the others follow. All or nothing. Throws Error(kDoesNotFit) with the
+  // shortage.
   int64_t add(std::span<const TensorSpec> tensors);
 
   // Gives the states of a tensor up, once what was submitted for it has run; no call may name it
   // from then on. Their memory goes back with the last tensor of its add(), when nobody holds
-  // memory() of any.
+  // memory() of any; space on drives with the optimizer.
   void release(int64_t tensor);
 
   // The memory behind the states of a tensor; stays as long as somebody holds it, also when the
@@ -148,10 +171,20 @@ class ORLOP_EXPORT TensorOptimizer {
   void read_master(int64_t tensor, std::span<float> values);
   void write_master(int64_t tensor, std::span<const float> values);
 
+  // Elements [first, first + values.size() / element size) of one plane as they are kept, wherever
+  // that is. Both wait for updates.
+  void read_state(int64_t tensor, StatePlane plane, int64_t first, std::span<std::byte> values);
+  void write_state(int64_t tensor, StatePlane plane, int64_t first,
+                   std::span<const std::byte> values);
+
+  // How many elements from `first` on lie together: reads and writes of all planes of such a piece,
+  // one after the other, move it from its drive and back once.
+  int64_t piece_numel(int64_t tensor, int64_t first) const;
+
   // Every range of host memory that a device may want to pin: page-aligned address and bytes.
   std::vector<std::span<std::byte>> ranges() const;
 
-  // Bytes by purpose, over all tensors.
+  // Bytes by purpose, over all tensors, and of the slots of the drives.
   std::vector<TensorMemory> memory_report() const;
 
  private:

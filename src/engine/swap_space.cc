@@ -11,13 +11,31 @@ nvme::ChunkKey copy_key(int param, int chunk) { return {2 * param + 1, chunk}; }
 
 }  // namespace
 
+nvme::SwapperOptions swapper_options(const NvmeConfig& nvme) {
+  nvme::SwapperOptions options;
+  options.directories = nvme.paths;
+  options.direct = nvme.direct;
+  options.verify = nvme::parse_verify(nvme.verify);
+  options.engine = nvme::parse_io_engine(nvme.engine);
+  options.queue.block_bytes = nvme.block_bytes;
+  options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
+  return options;
+}
+
+void check_alignment(const nvme::Swapper& swapper) {
+  check(kDriveAlignment % swapper.alignment() == 0, ErrorCode::kUsage,
+        "the drives of --nvme want {} bytes of alignment for direct I/O, plans are made for {}; "
+        "set nvme.direct to false, or choose another drive",
+        swapper.alignment(), kDriveAlignment);
+}
+
 SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement, const StepPlan& train,
                      const EngineConfig& config, const SwapOwner& owner)
     : input_(input),
       placement_(placement),
       chunks_(placement.params.size()),
       versions_(placement.params.size(), 0) {
-  nvme::SwapperOptions options;
+  nvme::SwapperOptions options = swapper_options(config.nvme);
   const int params = static_cast<int>(placement.params.size());
   for (int param = 0; param < params; ++param) {
     if (placement.params[static_cast<size_t>(param)].optimizer != Tier::kNvme) continue;
@@ -36,22 +54,12 @@ SwapSpace::SwapSpace(const PlanInput& input, const PlacementPlan& placement, con
     const bool writes = op.kind == OpKind::kSwapOutStates || op.kind == OpKind::kSwapOutInput;
     if (writes) bytes_per_step_ += op.swap_bytes;
   }
-  const NvmeConfig& nvme = config.nvme;
   options.rank = owner.rank;
   options.world_size = input.world_size;
   options.run_id = owner.run_id;
-  options.directories = nvme.paths;
-  options.direct = nvme.direct;
-  options.verify = nvme::parse_verify(nvme.verify);
-  options.engine = nvme::parse_io_engine(nvme.engine);
-  options.queue.block_bytes = nvme.block_bytes;
-  options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
   options.keep_count_of_day = config.limits.nvme_writes_per_day_bytes.has_value();
   swapper_ = std::make_unique<nvme::Swapper>(options);
-  check(kDriveAlignment % swapper_->alignment() == 0, ErrorCode::kUsage,
-        "the drives of --nvme want {} bytes of alignment for direct I/O, plans are made for {}; "
-        "set nvme.direct to false, or choose another drive",
-        swapper_->alignment(), kDriveAlignment);
+  check_alignment(*swapper_);
 }
 
 std::vector<SwapPiece> SwapSpace::copy_pieces(int param, std::byte* memory) const {

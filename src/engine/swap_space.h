@@ -21,6 +21,12 @@ struct SwapOwner {
   std::string run_id;  // the same on all ranks of a run
 };
 
+// The options of a swapper that a configuration tells: all but its chunks and whose it is.
+nvme::SwapperOptions swapper_options(const NvmeConfig& nvme);
+
+// Throws unless `swapper` moves memory of which every kDriveAlignment may be the start.
+void check_alignment(const nvme::Swapper& swapper);
+
 // What of a plan's states, of this rank's part, lies on drives: the chunks of every FlatParam, of
 // which the first may stay in host memory, and the block inputs that wait there for backward; the
 // swapper that moves them, and the version of each FlatParam there.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <set>
 #include <utility>
 
 #include "base/bytes.h"
@@ -11,7 +12,8 @@
 #include "base/owner_process.h"
 #include "cpu_adam/adam.h"
 #include "cpu_adam/grad_sum.h"
-#include "engine/tensor_store.h"
+#include "engine/tensor_homes.h"
+#include "engine/update_order.h"
 #include "optim/optimizer_queue.h"
 
 namespace orlop {
@@ -33,16 +35,30 @@ void wait_for(const Fence& fence, const std::string& name) {
 
 class TensorOptimizer::Impl {
  public:
-  explicit Impl(int threads)
-      : threads_(threads == 0 ? default_threads() : threads), queue_({}, threads_, nullptr) {}
+  Impl(int threads, const StateDrives& drives)
+      : threads_(threads == 0 ? default_threads() : threads),
+        homes_(drives),
+        queue_(homes_.drives() ? homes_.drives()->queue_options() : HostUpdates{}, threads_,
+               nullptr) {}
 
   bool in_owner() const { return owner_.is_this(); }
 
   // Every call passes here.
   void check_owner() const { owner_.check_this("optimizer"); }
 
-  TensorStore& store() { return store_; }
-  int threads() const { return threads_; }
+  const TensorHomes& homes() const { return homes_; }
+  TensorStore& store() { return homes_.store(); }
+
+  // Those of a tensor of which nothing is under way.
+  TensorHomes& homes_of(int64_t index) {
+    wait(index);
+    return homes_;
+  }
+
+  int64_t add(std::span<const TensorSpec> specs) {
+    if (homes_.drives() != nullptr && TensorHomes::want_drives(specs)) synchronize();
+    return homes_.add(specs);
+  }
 
   GradientNorm norm(std::span<const GradientView> gradients) {
     GradientNorm norm;
@@ -60,24 +76,33 @@ class TensorOptimizer::Impl {
   uint32_t update(std::span<const TensorUpdate> updates, float grad_scale, int64_t step) {
     auto batch = std::make_shared<UpdateBatch>();
     batch->scalars.grad_scale = grad_scale;
-    batch->updates.reserve(updates.size());
+    homes_.settle();
+    UpdateOrder order(batch->updates, homes_.drives() ? homes_.drives()->ahead() : 0);
+    std::set<int64_t> on_drives;
     for (const TensorUpdate& update : updates) {
-      const TensorStore::Tensor& tensor = store_.at(update.tensor);
+      const TensorStore::Tensor& tensor = homes_.store().at(update.tensor);
       check(update.gradient.numel == tensor.spec.numel, ErrorCode::kUsage,
             "the gradient of '{}' has {} elements, its weights have {}", tensor.spec.name,
             update.gradient.numel, tensor.spec.numel);
+      adam_constants(update.hyper, grad_scale);  // throws for what is out of range
+      const auto arrive = [&tensor, fence = update.arrived] { wait_for(fence, tensor.spec.name); };
+      if (homes_.on_drives(tensor)) {
+        check(on_drives.insert(update.tensor).second, ErrorCode::kUsage,
+              "tensor '{}', whose states are on drives, is given twice", tensor.spec.name);
+        order.add(homes_.drives()->update(update.tensor, tensor, update, threads_, arrive));
+        continue;
+      }
       const AdamShard shard = adam_shard(tensor, update.gradient);
       check_adam_shard(shard);
-      adam_constants(update.hyper, grad_scale);  // throws for what is out of range
-      batch->updates.push_back(HostUpdate{
-          static_cast<int>(update.tensor),
-          {UpdatePart{shard, true, tensor.spec.seed, update.hyper}},
-          tensor.gate(),
-          [&tensor, fence = update.arrived, threads = threads_, is_written = update.is_written] {
-            wait_for(fence, tensor.spec.name);
-            if (is_written) mend_master(tensor, threads);
-          }});
+      HostUpdate adam = make_job(update.tensor, tensor);
+      adam.op.parts = {UpdatePart{shard, true, tensor.spec.seed, update.hyper}};
+      adam.prepare = [arrive, shard, threads = threads_, is_written = update.is_written] {
+        arrive();
+        if (is_written) mend_master(shard, threads);
+      };
+      order.add(std::move(adam));
     }
+    order.finish();
     return submit(std::move(batch), step);
   }
 
@@ -93,14 +118,15 @@ class TensorOptimizer::Impl {
     auto batch = std::make_shared<UpdateBatch>();
     batch->updates.reserve(tensors.size());
     for (const int64_t index : tensors) {
-      const TensorStore::Tensor& tensor = store_.at(index);
+      const TensorStore::Tensor& tensor = store().at(index);
       const GradientView gradient = kept_gradient(tensor, static_cast<size_t>(tensor.spec.numel));
       SquareSum& found = result_of(index);
-      batch->updates.push_back(HostUpdate{
-          static_cast<int>(index), {}, tensor.gate(), [this, &tensor, &found, gradient, arrived] {
-            wait_for(arrived, tensor.spec.name);
-            found = square_sum(gradient, queue_scratch_, threads_);
-          }});
+      HostUpdate job = make_job(index, tensor);
+      job.prepare = [this, &tensor, &found, gradient, arrived] {
+        wait_for(arrived, tensor.spec.name);
+        found = square_sum(gradient, queue_scratch_, threads_);
+      };
+      batch->updates.push_back(std::move(job));
     }
     return submit(std::move(batch), 0);
   }
@@ -114,7 +140,7 @@ class TensorOptimizer::Impl {
   }
 
   void wait(int64_t index) {
-    const TensorStore::Tensor& tensor = store_.at(index);
+    const TensorStore::Tensor& tensor = store().at(index);
     const auto position = static_cast<size_t>(index);
     const uint32_t wanted = position < submitted_.size() ? submitted_[position] : 0;
     uint32_t seen = tensor.written->load(std::memory_order_acquire);
@@ -125,9 +151,21 @@ class TensorOptimizer::Impl {
     if (seen == kFailedVersion) queue_.wait_idle();
   }
 
-  void synchronize() { queue_.wait_idle(); }
+  void synchronize() {
+    homes_.settle();
+    queue_.wait_idle();
+  }
 
  private:
+  // A job of a tensor behind which its gate opens.
+  static HostUpdate make_job(int64_t index, const TensorStore::Tensor& tensor) {
+    HostUpdate job;
+    job.op.param = static_cast<int>(index);
+    job.op.is_last = true;
+    job.gate = tensor.gate();
+    return job;
+  }
+
   // Room for the chunk sums of so many elements.
   static double* scratch_for(int64_t numel, std::vector<double>& scratch) {
     const auto chunks = static_cast<size_t>(ceil_div(numel, kNormChunk));
@@ -143,7 +181,7 @@ class TensorOptimizer::Impl {
 
   uint32_t submit_sum(int64_t index, std::span<float> sum, SumStart start, bool round,
                       Fence arrived) {
-    const TensorStore::Tensor& tensor = store_.at(index);
+    const TensorStore::Tensor& tensor = store().at(index);
     kept_gradient(tensor, sum.size());
     SquareSum& found = result_of(index);
     const GradSum work{
@@ -167,7 +205,7 @@ class TensorOptimizer::Impl {
   }
 
   SquareSum& result_of(int64_t index) {
-    const auto count = static_cast<size_t>(store_.count());
+    const auto count = static_cast<size_t>(store().count());
     if (measured_.size() < count) measured_.resize(count);
     return measured_.at(static_cast<size_t>(index));
   }
@@ -175,8 +213,8 @@ class TensorOptimizer::Impl {
   // A job of one tensor that is no update: its gate opens when `work` has run.
   uint32_t submit_job(int64_t index, std::function<void()> work) {
     auto batch = std::make_shared<UpdateBatch>();
-    batch->updates.push_back(
-        HostUpdate{static_cast<int>(index), {}, store_.at(index).gate(), std::move(work)});
+    batch->updates.push_back(make_job(index, store().at(index)));
+    batch->updates.back().prepare = std::move(work);
     return submit(std::move(batch), 0);
   }
 
@@ -188,16 +226,16 @@ class TensorOptimizer::Impl {
     job.batch = batch;
     queue_.submit(job);
     ++version_;
-    submitted_.resize(static_cast<size_t>(store_.count()), 0);
+    submitted_.resize(static_cast<size_t>(store().count()), 0);
     for (const HostUpdate& update : batch->updates) {
-      submitted_[static_cast<size_t>(update.param)] = version_;
+      submitted_[static_cast<size_t>(update.op.param)] = version_;
     }
     return version_;
   }
 
   OwnerProcess owner_;
   int threads_;
-  TensorStore store_;
+  TensorHomes homes_;
   std::vector<uint32_t> submitted_;  // the newest version submitted for each tensor
   std::vector<double> scratch_;
   std::vector<double> queue_scratch_;  // of the queue's thread
@@ -206,9 +244,9 @@ class TensorOptimizer::Impl {
   OptimizerQueue queue_;  // last: its thread ends before what it works on
 };
 
-TensorOptimizer::TensorOptimizer(int threads) {
+TensorOptimizer::TensorOptimizer(int threads, const StateDrives& drives) {
   check(threads >= 0, ErrorCode::kUsage, "optimizer: threads = {} is negative", threads);
-  impl_ = std::make_unique<Impl>(threads);
+  impl_ = std::make_unique<Impl>(threads, drives);
 }
 
 TensorOptimizer::~TensorOptimizer() {
@@ -218,7 +256,7 @@ TensorOptimizer::~TensorOptimizer() {
 
 int64_t TensorOptimizer::add(std::span<const TensorSpec> tensors) {
   impl_->check_owner();
-  return impl_->store().add(tensors);
+  return impl_->add(tensors);
 }
 
 void TensorOptimizer::release(int64_t tensor) {
@@ -281,53 +319,49 @@ void TensorOptimizer::synchronize() {
 
 void TensorOptimizer::adopt_weights(int64_t tensor, const void* weights) {
   impl_->check_owner();
-  impl_->wait(tensor);
-  orlop::adopt_weights(impl_->store().at(tensor), weights);
+  impl_->homes_of(tensor).adopt_weights(tensor, weights);
 }
 
 void TensorOptimizer::move_weights(int64_t tensor, void* weights) {
   impl_->check_owner();
-  impl_->wait(tensor);
-  impl_->store().move_weights(tensor, weights);
+  impl_->homes_of(tensor).move_weights(tensor, weights);
 }
 
 void TensorOptimizer::read_master(int64_t tensor, std::span<float> values) {
   impl_->check_owner();
-  impl_->wait(tensor);
-  orlop::read_master(impl_->store().at(tensor), values);
+  impl_->homes_of(tensor).read_master(tensor, values);
 }
 
 void TensorOptimizer::write_master(int64_t tensor, std::span<const float> values) {
   impl_->check_owner();
-  impl_->wait(tensor);
-  orlop::write_master(impl_->store().at(tensor), values);
+  impl_->homes_of(tensor).write_master(tensor, values);
+}
+
+void TensorOptimizer::read_state(int64_t tensor, StatePlane plane, int64_t first,
+                                 std::span<std::byte> values) {
+  impl_->check_owner();
+  impl_->homes_of(tensor).read_state(tensor, plane, first, values);
+}
+
+void TensorOptimizer::write_state(int64_t tensor, StatePlane plane, int64_t first,
+                                  std::span<const std::byte> values) {
+  impl_->check_owner();
+  impl_->homes_of(tensor).write_state(tensor, plane, first, values);
+}
+
+int64_t TensorOptimizer::piece_numel(int64_t tensor, int64_t first) const {
+  impl_->check_owner();
+  return impl_->homes().piece_numel(tensor, first);
 }
 
 std::vector<std::span<std::byte>> TensorOptimizer::ranges() const {
   impl_->check_owner();
-  std::vector<std::span<std::byte>> ranges;
-  for (const auto& arena : impl_->store().arenas()) {
-    ranges.emplace_back(arena->data(), arena->capacity_bytes());
-  }
-  return ranges;
+  return impl_->homes().ranges();
 }
 
 std::vector<TensorMemory> TensorOptimizer::memory_report() const {
   impl_->check_owner();
-  std::vector<TensorMemory> report;
-  for (const auto& arena : impl_->store().arenas()) {
-    for (const PurposeBytes& entry : arena->report()) {
-      const auto known = std::find_if(report.begin(), report.end(), [&](const TensorMemory& held) {
-        return held.purpose == entry.purpose;
-      });
-      if (known == report.end()) {
-        report.push_back({entry.purpose, entry.bytes});
-      } else {
-        known->bytes += entry.bytes;
-      }
-    }
-  }
-  return report;
+  return impl_->homes().memory_report();
 }
 
 }  // namespace orlop

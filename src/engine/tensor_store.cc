@@ -41,10 +41,11 @@ struct PlaneBytes {
 
 PlaneBytes plane_bytes(const TensorSpec& spec) {
   const auto numel = static_cast<size_t>(spec.numel);
+  const size_t beside = spec.on_drives ? 0 : numel;  // elements whose states are beside the weights
   return {.weights = spec.weights == nullptr ? numel * dtype_bytes(spec.dtype) : 0,
-          .lo = spec.dtype == DType::kBF16 ? 2 * numel : 0,
-          .master = spec.dtype == DType::kF16 ? 4 * numel : 0,
-          .moment = numel * dtype_bytes(spec.moment_dtype),
+          .lo = spec.dtype == DType::kBF16 ? 2 * beside : 0,
+          .master = spec.dtype == DType::kF16 ? 4 * beside : 0,
+          .moment = beside * dtype_bytes(spec.moment_dtype),
           .gradient = spec.keep_gradient ? numel * dtype_bytes(spec.dtype) : 0};
 }
 
@@ -78,15 +79,6 @@ TensorStates carve_states(HostArena& arena, const TensorSpec& spec) {
   states.exp_avg_sq = carve<void>(arena, planes.moment, "moments");
   states.gradient = carve<void>(arena, planes.gradient, "gradients");
   return states;
-}
-
-uint16_t* half_weights(const TensorStore::Tensor& tensor) {
-  return static_cast<uint16_t*>(tensor.states.weights);
-}
-
-void check_count(const TensorStore::Tensor& tensor, size_t count) {
-  check(count == static_cast<size_t>(tensor.spec.numel), ErrorCode::kUsage,
-        "tensor '{}' has {} elements, {} given", tensor.spec.name, tensor.spec.numel, count);
 }
 
 }  // namespace
@@ -129,18 +121,26 @@ void TensorStore::release(int64_t index) {
   if (!is_used) std::erase(arenas_, arena);
 }
 
-void TensorStore::move_weights(int64_t index, void* weights) {
+void TensorStore::check_move(int64_t index, const void* weights) const {
   const Tensor& known = at(index);
   check(known.spec.weights != nullptr && weights != nullptr, ErrorCode::kUsage,
         "tensor '{}': only weights in the caller's memory can move to other memory of the caller",
         known.spec.name);
   TensorSpec spec = known.spec;
-  spec.weights = weights;
+  spec.weights = const_cast<void*>(weights);
   check_spec(spec);
-  if (spec.dtype != DType::kF32) adopt_weights(known, weights);
+}
+
+void TensorStore::move_weights(int64_t index, void* weights) {
+  check_move(index, weights);
   Tensor& tensor = tensors_[static_cast<size_t>(index)];
   tensor.spec.weights = weights;
   tensor.states.weights = weights;
+}
+
+void check_count(const TensorStore::Tensor& tensor, size_t count) {
+  check(count == static_cast<size_t>(tensor.spec.numel), ErrorCode::kUsage,
+        "tensor '{}' has {} elements, {} given", tensor.spec.name, tensor.spec.numel, count);
 }
 
 AdamShard adam_shard(const TensorStore::Tensor& tensor, const GradientView& gradient) {
@@ -159,69 +159,81 @@ AdamShard adam_shard(const TensorStore::Tensor& tensor, const GradientView& grad
   return shard;
 }
 
-void read_master(const TensorStore::Tensor& tensor, std::span<float> values) {
-  check_count(tensor, values.size());
-  const TensorStates& states = tensor.states;
+AdamShard run_of(const AdamShard& states, int64_t first, int64_t numel) {
+  const auto moved = [first](void* plane, DType dtype) -> void* {
+    if (plane == nullptr) return nullptr;
+    return static_cast<std::byte*>(plane) + static_cast<size_t>(first) * dtype_bytes(dtype);
+  };
+  AdamShard run = states;
+  run.param = moved(states.param, states.compute_dtype);
+  run.lo = states.lo == nullptr ? nullptr : states.lo + first;
+  run.master = states.master == nullptr ? nullptr : states.master + first;
+  run.exp_avg = moved(states.exp_avg, states.moment_dtype);
+  run.exp_avg_sq = moved(states.exp_avg_sq, states.moment_dtype);
+  run.grad = nullptr;
+  run.numel = numel;
+  run.rng_offset = states.rng_offset + first;
+  return run;
+}
+
+void read_master(const AdamShard& states, std::span<float> values) {
+  const auto* copy = static_cast<const uint16_t*>(states.param);
   for (size_t i = 0; i < values.size(); ++i) {
-    if (tensor.spec.dtype == DType::kBF16) {
+    if (states.compute_dtype == DType::kBF16) {
       const auto rest =
           static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(states.lo[i])));
-      const uint32_t hi = static_cast<uint32_t>(half_weights(tensor)[i]) << 16;
-      values[i] = std::bit_cast<float>(hi + rest);
+      values[i] = std::bit_cast<float>((static_cast<uint32_t>(copy[i]) << 16) + rest);
     } else {
-      values[i] = tensor.spec.dtype == DType::kF16 ? states.master[i]
-                                                   : static_cast<const float*>(states.weights)[i];
+      values[i] = states.master[i];
     }
   }
 }
 
-void write_master(const TensorStore::Tensor& tensor, std::span<const float> values) {
-  check_count(tensor, values.size());
-  const TensorStates& states = tensor.states;
+void write_master(const AdamShard& states, std::span<const float> values) {
+  auto* copy = static_cast<uint16_t*>(states.param);
   for (size_t i = 0; i < values.size(); ++i) {
-    if (tensor.spec.dtype == DType::kBF16) {
+    if (states.compute_dtype == DType::kBF16) {
       // A NaN is made quiet and empty, so that rounding cannot carry it into another value.
       const uint32_t bits =
           values[i] == values[i] ? std::bit_cast<uint32_t>(values[i]) : 0x7fc00000u;
-      half_weights(tensor)[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+      copy[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
       states.lo[i] = static_cast<uint16_t>(bits & 0xffffu);
-    } else if (tensor.spec.dtype == DType::kF16) {
-      states.master[i] = values[i];
-      half_weights(tensor)[i] = float_to_fp16(values[i]);
     } else {
-      static_cast<float*>(states.weights)[i] = values[i];
+      states.master[i] = values[i];
+      if (states.compute_dtype == DType::kF16) copy[i] = float_to_fp16(values[i]);
     }
   }
 }
 
-void adopt_weights(const TensorStore::Tensor& tensor, const void* weights) {
-  const TensorStates& states = tensor.states;
-  const auto numel = static_cast<size_t>(tensor.spec.numel);
-  if (tensor.spec.dtype == DType::kF32) {
-    if (weights != states.weights) std::memcpy(states.weights, weights, 4 * numel);
-    return;
+bool adopt_weights(const AdamShard& states, const void* weights) {
+  const auto numel = static_cast<size_t>(states.numel);
+  if (states.compute_dtype == DType::kF32) {
+    if (weights != states.master) std::memcpy(states.master, weights, 4 * numel);
+    return false;
   }
   const auto* given = static_cast<const uint16_t*>(weights);
-  uint16_t* copy = half_weights(tensor);
+  auto* copy = static_cast<uint16_t*>(states.param);
+  bool changed = false;
   for (size_t i = 0; i < numel; ++i) {
-    if (tensor.spec.dtype == DType::kF16) {
-      if (given[i] != float_to_fp16(states.master[i])) states.master[i] = fp16_to_float(given[i]);
-    } else if (given[i] != copy[i]) {
-      states.lo[i] = 0;
-    }
+    const bool is_half = states.compute_dtype == DType::kF16;
+    const bool differs = given[i] != (is_half ? float_to_fp16(states.master[i]) : copy[i]);
+    if (differs && is_half) states.master[i] = fp16_to_float(given[i]);
+    if (differs && !is_half) states.lo[i] = 0;
+    changed = changed || differs;
     copy[i] = given[i];
   }
+  return changed;
 }
 
-void mend_master(const TensorStore::Tensor& tensor, int threads) {
-  if (tensor.spec.dtype == DType::kF32) return;
-  const TensorStates states = tensor.states;
-  const uint16_t* copy = half_weights(tensor);
-  const int64_t numel = tensor.spec.numel;
-  if (tensor.spec.dtype == DType::kF16) {
+void mend_master(const AdamShard& states, int threads) {
+  if (states.compute_dtype == DType::kF32) return;
+  const auto* copy = static_cast<const uint16_t*>(states.param);
+  const int64_t numel = states.numel;
+  if (states.compute_dtype == DType::kF16) {
+    float* master = states.master;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < numel; ++i) {
-      if (copy[i] != float_to_fp16(states.master[i])) states.master[i] = fp16_to_float(copy[i]);
+      if (copy[i] != float_to_fp16(master[i])) master[i] = fp16_to_float(copy[i]);
     }
     return;
   }

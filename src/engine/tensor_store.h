@@ -29,6 +29,8 @@ class TensorStore {
   // All or nothing. Throws Error(kUsage) that names the tensor, Error(kDoesNotFit).
   int64_t add(std::span<const TensorSpec> specs);
 
+  // Throws Error(kUsage) unless move_weights() can work.
+  void check_move(int64_t index, const void* weights) const;
   // The weights of a tensor whose specification names caller's memory are found at `weights` now.
   void move_weights(int64_t index, void* weights);
 
@@ -45,19 +47,28 @@ class TensorStore {
   std::vector<std::shared_ptr<HostArena>> arenas_;
 };
 
-// What the formula reads and writes of one tensor; `gradient` may have any dtype it takes.
+// What the formula reads and writes of one tensor in host memory; `gradient` may have any dtype it
+// takes.
 AdamShard adam_shard(const TensorStore::Tensor& tensor, const GradientView& gradient);
 
-void read_master(const TensorStore::Tensor& tensor, std::span<float> values);
-void write_master(const TensorStore::Tensor& tensor, std::span<const float> values);
-// Where `weights` (in the tensor's dtype) differ from the compute copy, both and the master become
-// exactly them.
-void adopt_weights(const TensorStore::Tensor& tensor, const void* weights);
+// The states of elements [first, first + numel) among those of a run, without a gradient.
+AdamShard run_of(const AdamShard& states, int64_t first, int64_t numel);
+
+// Throws Error(kUsage) unless the tensor has `count` elements.
+void check_count(const TensorStore::Tensor& tensor, size_t count);
+
+// The rest works on the states of a run of elements, a whole tensor's or a chunk's.
+
+void read_master(const AdamShard& states, std::span<float> values);
+void write_master(const AdamShard& states, std::span<const float> values);
+// Where `weights` (in the compute dtype) differ from the compute copy, both and the master become
+// exactly them. Returns whether anything beside the compute copy has changed.
+bool adopt_weights(const AdamShard& states, const void* weights);
 
 // Brings the master up to what was written into the weights in place since the last update.
 //   fp16: elements whose copy is no longer the rounded master take the copy as their master.
 //   bf16: the rest in `lo` of a changed element stays and is at most half a unit in its last
 //         place; only beside a zero could it turn the bits into a NaN, there it is dropped.
-void mend_master(const TensorStore::Tensor& tensor, int threads);
+void mend_master(const AdamShard& states, int threads);
 
 }  // namespace orlop

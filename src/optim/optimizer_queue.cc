@@ -1,5 +1,6 @@
 #include "optim/optimizer_queue.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -92,8 +93,17 @@ void OptimizerQueue::fail(std::exception_ptr error) {
 }
 
 void OptimizerQueue::run_job(const UpdateJob& job) {
-  if (job.batch != nullptr) return run_batch(*job.batch, job);
-  const UpdateOp& op = updates_.ops[static_cast<size_t>(job.op)];
+  if (job.batch == nullptr) {
+    const UpdateOp& op = updates_.ops[static_cast<size_t>(job.op)];
+    return run_op(op, updates_.gates[static_cast<size_t>(op.param)], {}, job);
+  }
+  for (const HostUpdate& update : job.batch->updates) {
+    run_op(update.op, update.gate, update.prepare, job);
+  }
+}
+
+void OptimizerQueue::run_op(const UpdateOp& op, const Gate& gate,
+                            const std::function<void()>& prepare, const UpdateJob& job) {
   if (op.slot >= 0 && op.kind != UpdateOp::Kind::kSwapOut) wait_slot(op);
   for (Event* arrival : job.arrivals) {
     if (arrival != nullptr) arrival->synchronize();
@@ -102,21 +112,12 @@ void OptimizerQueue::run_job(const UpdateJob& job) {
     await_save(op, job);
     const bool skips = job.scalars->skip != 0;
     if (op.slot >= 0) slots_[static_cast<size_t>(op.slot)].is_unchanged = skips;
+    if (!skips && prepare) prepare();
     if (!skips) run_adam(op.param, op.parts, job);
   } else {
     start_transfers(op, job);
   }
-  if (op.is_last) open_gate(updates_.gates[static_cast<size_t>(op.param)], job.version);
-}
-
-void OptimizerQueue::run_batch(const UpdateBatch& batch, const UpdateJob& job) {
-  for (const HostUpdate& update : batch.updates) {
-    if (job.scalars->skip == 0) {
-      if (update.prepare) update.prepare();
-      run_adam(update.param, update.parts, job);
-    }
-    open_gate(update.gate, job.version);
-  }
+  if (op.is_last) open_gate(gate, job.version);
 }
 
 void OptimizerQueue::run_adam(int param, std::span<const UpdatePart> parts, const UpdateJob& job) {
@@ -135,6 +136,11 @@ void OptimizerQueue::start_transfers(const UpdateOp& op, const UpdateJob& job) {
   Slot& slot = slots_[static_cast<size_t>(op.slot)];
   const bool reads = op.kind == UpdateOp::Kind::kSwapIn;
   if (!reads && slot.is_unchanged) return;
+  if (reads && op.is_blank != nullptr && *op.is_blank) {
+    for (const SwapPiece& piece : op.pieces) std::ranges::fill(piece.memory, std::byte{0});
+    return;
+  }
+  if (op.is_blank != nullptr) *op.is_blank = *op.is_blank && reads;
   int64_t& version = (*updates_.versions)[static_cast<size_t>(op.param)];
   for (const SwapPiece& piece : op.pieces) {
     Completion<> moved;

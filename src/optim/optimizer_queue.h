@@ -32,19 +32,6 @@ struct UpdatePart {
   std::optional<AdamHyper> hyper{};  // instead of the job's
 };
 
-// Updates that are made for one job alone; they run in order.
-struct HostUpdate {
-  int param = -1;
-  std::vector<UpdatePart> parts;
-  Gate gate;
-  std::function<void()> prepare{};  // runs first, on the optimizer's thread; may be empty
-};
-
-struct UpdateBatch {
-  StepScalars scalars;
-  std::vector<HostUpdate> updates;
-};
-
 // One transfer between a drive and host memory.
 struct SwapPiece {
   nvme::ChunkKey key;
@@ -62,6 +49,23 @@ struct UpdateOp {
   std::vector<UpdatePart> parts;  // kAdam
   std::vector<SwapPiece> pieces;  // kSwapIn, kSwapOut
   bool is_last = false;           // of this FlatParam: with it its gate opens
+  // Of a swap whose chunk may never have been written: whether that is so. Such a chunk comes in as
+  // zeros, without its drive, and is no longer blank once it goes out. The queue's thread alone
+  // uses it while updates run.
+  bool* is_blank = nullptr;
+};
+
+// An operation that is made for one job alone.
+struct HostUpdate {
+  UpdateOp op;
+  Gate gate;
+  std::function<void()> prepare{};  // runs before an update, on the queue's thread; may be empty
+};
+
+// They run in order.
+struct UpdateBatch {
+  StepScalars scalars;
+  std::vector<HostUpdate> updates;
 };
 
 // The host updates of a plan, in its order.
@@ -127,7 +131,8 @@ class OptimizerQueue {
 
   void run();
   void run_job(const UpdateJob& job);
-  void run_batch(const UpdateBatch& batch, const UpdateJob& job);
+  void run_op(const UpdateOp& op, const Gate& gate, const std::function<void()>& prepare,
+              const UpdateJob& job);
   void run_adam(int param, std::span<const UpdatePart> parts, const UpdateJob& job);
   void start_transfers(const UpdateOp& op, const UpdateJob& job);
   void wait_slot(const UpdateOp& op);

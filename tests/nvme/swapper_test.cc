@@ -170,6 +170,32 @@ TEST_P(SwapperOnBackend, ADirectoryEachGetsBytesByBandwidth) {
   for (const ChunkSpec& chunk : chosen.chunks) expect_chunk(swapper, rig.pool, chunk, 5);
 }
 
+TEST_P(SwapperOnBackend, MoreChunksComeBesideThoseThatAreThere) {
+  TempDir one, two;
+  Rig rig(2);
+  std::vector<ChunkSpec> chunks = equal_chunks(6, 100000);
+  const std::vector<ChunkSpec> later(chunks.begin() + 2, chunks.end());
+  const auto chosen = options({one.path(), two.path()}, {chunks[0], chunks[1]});
+  ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
+  Swapper swapper(chosen, std::move(backend));
+  for (int i = 0; i < 2; ++i) write_chunk(swapper, rig.pool, chunks[static_cast<size_t>(i)], 1);
+  swapper.add_chunks(later);
+  for (const ChunkSpec& chunk : later) write_chunk(swapper, rig.pool, chunk, 2);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    expect_chunk(swapper, rig.pool, chunks[i], i < 2 ? 1 : 2);
+  }
+  EXPECT_EQ(swapper.drives()[0].bytes, swapper.drives()[1].bytes);
+  // One that no drive can hold changes nothing.
+  EXPECT_THAT(error_of([&] {
+                swapper.add_chunks(std::vector{ChunkSpec{{9, 0}, size_t{1} << 50}});
+              }),
+              HasSubstr("bytes are missing"));
+  EXPECT_THAT(error_of([&] { swapper.add_chunks(later); }), HasSubstr("twice"));
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    expect_chunk(swapper, rig.pool, chunks[i], i < 2 ? 1 : 2);
+  }
+}
+
 TEST_P(SwapperOnBackend, AVersionThatIsNotThereIsAnError) {
   TempDir dir;
   ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);

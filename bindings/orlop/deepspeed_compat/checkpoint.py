@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..tensor_file import save_one_by_one
 
 FORMAT = 1
 
@@ -86,9 +87,11 @@ def write(
         shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     partial.mkdir()
     weights, state["shared"] = split_shared(model)
-    for name, tensors in {"model": weights, **others}.items():
-        _safetensors().save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
-        _sync(partial / f"{name}.safetensors")
+    _safetensors().save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    for name, tensors in others.items():
+        save_one_by_one(tensors, partial / f"{name}.safetensors")
+    for path in partial.glob("*.safetensors"):
+        _sync(path)
     state["bytes"] = {path.name: path.stat().st_size for path in sorted(partial.glob("*.safetensors"))}
     try:
         text = json.dumps({"format": FORMAT, **state}, indent=1)

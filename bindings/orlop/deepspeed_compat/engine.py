@@ -368,7 +368,7 @@ def _pack(optimizer, names):
             if key == "step":
                 steps[names[p]] = int(value)
             elif isinstance(value, torch.Tensor):
-                tensors[f"{names[p]}.{key}"] = value.contiguous()
+                tensors[f"{names[p]}.{key}"] = value
     groups = []
     for group in optimizer.param_groups:
         plain = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import _orlop, wrapping
+from .. import _orlop, errors, wrapping
 from ..adamw import AdamW
 from ..deepspeed_config import DeepSpeedConfig
 from .ops.adam import DeepSpeedCPUAdam
@@ -25,12 +25,25 @@ def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
         "nonfinite": "skip" if checked else "apply",
         "moments": "bf16" if config["bf16.bf16_optimizer_states"] else "fp32",
         "module": model if hidden else None,
-        "states": "host" if config[f"{_ZERO}.offload_optimizer.device"] == "cpu" else "auto",
+        "states": "auto" if config[f"{_ZERO}.offload_optimizer.device"] == "none" else "host",
+        "nvme": _drives(config),
     }
     share = f"{_ZERO}.offload_optimizer.cpuadam_cores_perc"
     if any(finding.path == share for finding in config.findings):
         options["threads"] = max(1, round(config[share] * _orlop.default_threads()))
     return options
+
+
+def _drives(config: DeepSpeedConfig) -> dict | None:
+    """The drives of offload_optimizer; block and depth are this project's own where the file gives none."""
+    if config[f"{_ZERO}.offload_optimizer.device"] != "nvme":
+        return None
+    given = {finding.path for finding in config.findings}
+    keys = {"block": "aio.block_size", "queue_depth": "aio.queue_depth"}
+    return {
+        "paths": config[f"{_ZERO}.offload_optimizer.nvme_path"],
+        **{key: config[path] for key, path in keys.items() if path in given},
+    }
 
 
 def make_optimizer(config, model, optimizer, parameters):
@@ -40,6 +53,11 @@ def make_optimizer(config, model, optimizer, parameters):
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if isinstance(optimizer, AdamW):
+        if options["nvme"] is not None and optimizer._drives is None:
+            raise errors.UsageError(
+                f'{config.source}: {_ZERO}.offload_optimizer.device is "nvme", but the optimizer that was given keeps '
+                "its states in host memory; make it with nvme=[...], or let the configuration make it"
+            )
         optimizer._gradients = options["gradients"]
         optimizer._follow_moves()
         return optimizer
