@@ -20,7 +20,6 @@ class Key:
 
 _COMM = "one rank: nothing is communicated"
 _STREAM = "weights are not partitioned: orlop.wrap sizes its own window"
-_UPDATE = "states are never partitioned"
 _DRIVES = "with device nvme reads and writes always run beside the update"
 _IO = "io_uring has no such split"
 _ALWAYS = "always so"
@@ -125,7 +124,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.offload_param.pin_memory": Key("B", True, "pinned where there is a GPU"),
     "zero_optimization.offload_optimizer.device": Key("A", "none", "cpu: host memory; nvme: drives; none: what fits on the GPU stays there"),
     "zero_optimization.offload_optimizer.nvme_path": Key("A", None, "with device nvme: a directory, or one per drive", (str, list)),
-    "zero_optimization.offload_optimizer.buffer_count": Key("B", 4, _UPDATE),
+    "zero_optimization.offload_optimizer.buffer_count": Key("B", 4, "chunks pass through 80 MiB of host memory, whatever the model"),
     "zero_optimization.offload_optimizer.pin_memory": Key("B", True, "pinned where there is a GPU"),
     "zero_optimization.offload_optimizer.pipeline_read": Key("B", False, _DRIVES),
     "zero_optimization.offload_optimizer.pipeline_write": Key("B", False, _DRIVES),

@@ -360,6 +360,19 @@ def test_a_master_follows_weights_that_are_written_in_place(tmp_path, dtype, on_
     assert torch.equal(optimizer.master(weight)[0].to(dtype), weight[0])
 
 
+def test_a_parameter_without_elements_and_an_end(tmp_path):
+    empty, some = torch.nn.Parameter(torch.empty(0, 3)), torch.nn.Parameter(torch.ones(3, 5))
+    optimizer = orlop.AdamW([empty, some], nvme=drives(tmp_path))
+    for p in (empty, some):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert state[0]["exp_avg"].shape == (0, 3) and float(state[1]["exp_avg"].sum()) > 0
+    optimizer.close()
+    with pytest.raises(orlop.UsageError, match="closed"):
+        state[1]["exp_avg"].sum()
+
+
 def test_more_parameters_come_later(tmp_path):
     def run(nvme):
         model = Model()
