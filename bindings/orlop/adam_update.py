@@ -82,15 +82,13 @@ class UpdateSide:
 
     def _update_batch(self, batch, factor):
         states = batch[0][0].home.link.states
-        shards, hypers, gradients, plain = [], [], [], False
+        shards, hypers, plain = [], [], False
         for slot, group in batch:
-            gradient = slot.gradient_to_use()
             plain = plain or not slot.is_away
-            slot.home.shard.grad = gradient.data_ptr()
-            gradients.append(gradient)
+            slot.home.shard.grad = slot.home.hold(slot.gradient_to_use()).data_ptr()
             shards.append(slot.home.shard)
             hypers.append(self._hyper(slot, group))
-        updated = states.adam_steps(shards, hypers, factor, gradients)
+        updated = states.adam_steps(shards, hypers, factor)
         if plain:  # the user may write what is being read
             states.wait(updated)
         for slot, _ in batch:

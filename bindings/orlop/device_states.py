@@ -37,6 +37,8 @@ class DeviceStates:
         self._rows = 0
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
+        self._issued = 0  # batches of updates
+        self._awaited: dict[int, int] = {}  # by torch's stream: the last batch that it waits for
 
     @property
     def is_available(self) -> bool:
@@ -88,8 +90,9 @@ class DeviceStates:
         weights, and has written the gradients."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def adam_steps(self, shards: list, hypers: list, factor: float, gradients: list) -> torch.cuda.Event:
-        """Issues the update of each shard with its gradient times `factor`; returns the event behind them."""
+    def adam_steps(self, shards: list, hypers: list, factor: float) -> torch.cuda.Event:
+        """Issues the update of each shard with its gradient times `factor`; returns the event behind them. The
+        gradients stay until let_go()."""
         with torch.cuda.stream(self.stream):
             if self._scratch is None:
                 size = _orlop.device_adam_scratch_bytes()
@@ -99,16 +102,29 @@ class DeviceStates:
             )
             updated = torch.cuda.Event()
             updated.record(self.stream)
-        for gradient in gradients:  # torch may give their memory to somebody else behind this
-            gradient.record_stream(self.stream)
+        self._issued += 1
+        updated.number = self._issued
         return updated
 
     def wait(self, updated: torch.cuda.Event) -> None:
         """What torch's current stream is given from here on finds these updates."""
         torch.cuda.current_stream(self.device).wait_event(updated)
+        self._awaited[self.current_stream()] = updated.number
 
     def make_current_stream_wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self._awaited[self.current_stream()] = self._issued
+
+    def current_stream(self) -> int:
+        """Torch's, as the driver names it."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def let_go(self, gradient: torch.Tensor, stream: int, updated: torch.cuda.Event | None) -> None:
+        """The memory of a gradient that was written on torch's stream `stream` is about to be given up, with `updated`
+        behind the last update that may read it. Where that stream waits for the update already, so does whoever gets
+        the memory next; else torch's allocator has to be told, which costs as much as a launch."""
+        if updated is not None and self._awaited.get(stream, 0) < updated.number:
+            gradient.record_stream(self.stream)
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -197,6 +197,7 @@ class DeviceHome:
             self.planes["master"] = _empty_as(param, torch.float32)
             self.shard.master = self.planes["master"].data_ptr()
         self.gradient: torch.Tensor | None = None
+        self._written_on = 0  # torch's stream that has written it
         self.measured = False  # the sum of its squares is on its way to the row
         self.left_last = None  # event of the last update, which has read the gradient
         self._lies_at(slot)
@@ -257,9 +258,25 @@ class DeviceHome:
     def keep(homes: list[DeviceHome], grads: list[torch.Tensor], measures: bool) -> None:
         """Each of `grads`, in the weights' layout, which nobody else writes, is the gradient of its home. Norms are
         summed when somebody asks, those of all gradients that wait for it in one go."""
+        states = homes[0].link.states
+        stream = states.current_stream()
         for home, grad in zip(homes, grads, strict=True):
-            home.gradient, home.measured = grad, False
-        homes[0].link.states.unmeasured.update(dict.fromkeys(homes))
+            if home.gradient is not None:
+                home._let_go()
+            home.gradient, home._written_on, home.measured = grad, stream, False
+        states.unmeasured.update(dict.fromkeys(homes))
+
+    def hold(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Keeps what the update reads, `gradient` (any layout of the weights'), until it is forgotten."""
+        if gradient is not self.gradient:
+            self._let_go()
+            self.gradient, self._written_on = gradient, self.link.states.current_stream()
+        return gradient
+
+    def _let_go(self) -> None:
+        if self.gradient is not None:
+            self.link.states.let_go(self.gradient, self._written_on, self.left_last)
+        self.gradient = None
 
     def arrived(self) -> torch.Tensor:
         """The gradient, in the order of torch's current stream."""
@@ -276,7 +293,7 @@ class DeviceHome:
     def forget_gradient(self) -> None:
         self.measured = False
         if self.gradient is not None:
-            self.gradient = None
+            self._let_go()
             self.link.states.unmeasured.pop(self, None)
 
 
@@ -285,7 +302,7 @@ def measure_on_device(slots: list) -> None:
     kept on the same ones."""
     for slot in slots:
         home = slot.home
-        home.gradient = slot.gradient_to_use()
+        home.hold(slot.gradient_to_use())
         home.link.states.unmeasured[home] = None
     for states in {slot.home.link.states for slot in slots}:
         homes = list(states.unmeasured)
