@@ -16,7 +16,8 @@ from .device_link import DeviceLink  # noqa: E402
 from .drive_options import split_config  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
-from .streamed_weights import Block, Entry, StreamedWeights  # noqa: E402
+from .streamed_block import Block, Entry  # noqa: E402
+from .streamed_weights import StreamedWeights  # noqa: E402
 
 _streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -30,8 +30,8 @@ struct DeviceCopy {
   size_t bytes = 0;
 };
 
-// A word of pinned host memory, by its address on the device, that is to reach `version` (compared as
-// a signed difference).
+// A word of pinned host memory, by its address on the device, that is to reach `version` (compared
+// as a signed difference).
 struct DeviceGate {
   uint64_t address = 0;  // 0: nothing to wait for
   uint32_t version = 0;
@@ -62,9 +62,9 @@ ORLOP_EXPORT size_t device_square_sums_scratch_bytes(std::span<const DeviceGradi
 ORLOP_EXPORT void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch,
                                      const DeviceStream& stream);
 
-// Issues copies, in their order, behind the gate and behind what `behind`, a cudaStream_t of the same
-// device, was given so far. The call waits for those whose host memory is not pinned, and for no
-// others.
+// Issues copies, in their order, behind the gate and behind what `behind`, a cudaStream_t of the
+// same device, was given so far. The call waits for those whose host memory is not pinned, and for
+// no others.
 ORLOP_EXPORT void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream,
                                 void* behind, const DeviceGate& gate = {});
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// What most files include, precompiled for tests, and in sanitized builds for libraries as well (ORLOP_PRECOMPILE).
-// Files include what they use all the same: other builds are without this header.
+// What most files include, precompiled for tests, and in sanitized builds for libraries as well
+// (ORLOP_PRECOMPILE). Files include what they use all the same: other builds are without this
+// header.
 
 #include <algorithm>
 #include <array>

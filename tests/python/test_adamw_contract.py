@@ -14,8 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import orlop  # noqa: E402
 from memory_use import allocated, arena_bytes, resident_bytes  # noqa: E402
+
+import orlop  # noqa: E402
 
 GRADIENTS = pytest.mark.parametrize("gradients", ["stay", "leave"])
 

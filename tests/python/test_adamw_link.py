@@ -11,6 +11,7 @@ from adam_reference import Reference  # noqa: E402
 from host_link import HostLink, all_away  # noqa: E402
 from orlop import adam_slots  # noqa: E402
 
+
 @pytest.fixture
 def away(monkeypatch):
     """All parameters are treated as those of a device."""

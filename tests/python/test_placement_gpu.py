@@ -12,9 +12,10 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch = pytest.importorskip("torch")
 
-import orlop  # noqa: E402
 import test_placement  # noqa: E402
 from test_placement import assert_equal, bits, on_device  # noqa: E402
+
+import orlop  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

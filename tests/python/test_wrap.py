@@ -12,8 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import orlop  # noqa: E402
 from memory_use import allocated, resident_bytes  # noqa: E402
+
+import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
 
 STEPS = 8

@@ -12,9 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_wrap import DEVICE, Model, batch, streamed, train, weights  # noqa: E402
+
 import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
-from test_wrap import DEVICE, Model, batch, streamed, train, weights  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 

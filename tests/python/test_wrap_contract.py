@@ -11,8 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import orlop  # noqa: E402
 from test_wrap import DEVICE, Model, batch, plain, streamed, train, weights  # noqa: E402
+
+import orlop  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 

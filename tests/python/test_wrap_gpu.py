@@ -11,8 +11,9 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch = pytest.importorskip("torch")
 
-import orlop  # noqa: E402
 import test_placement  # noqa: E402
+
+import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
 
 pytestmark = [

@@ -12,9 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_wrap import DEVICE, Model, batch, weights  # noqa: E402
+
 import orlop  # noqa: E402
 from orlop import deepspeed_compat as deepspeed  # noqa: E402
-from test_wrap import DEVICE, Model, batch, weights  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 

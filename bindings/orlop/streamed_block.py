@@ -1,0 +1,128 @@
+"""What comes to the device and goes together: the weights of a block, and the place of each in it."""
+
+from __future__ import annotations
+
+import torch
+
+from . import errors
+from .streamed_parameter import StreamedParameter, present
+from .torch_support import flat
+
+_ALIGNMENT = 512  # bytes, of parameters in their block
+
+
+class Entry:
+    """One parameter: its place in the block's storage on the device, and its home in host memory (numel): None while
+    the optimizer has its states on the device, where the weights then stay."""
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str):
+        self.parameter, self.name = parameter, name
+        self.kind, self.present = type(parameter), present(type(parameter))
+        self.bytes = parameter.numel() * parameter.element_size()
+        # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
+        self.host: torch.Tensor | None = flat(parameter.data).cpu()
+        self.slot = None
+        self.version = parameter._version
+        self.flat = None
+
+    def lie_in(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """The parameter's place for good: `offset` bytes into the storage."""
+        parameter = self.parameter
+        place = torch.empty(0, dtype=parameter.dtype, device=storage.device).set_(
+            storage, offset // parameter.element_size(), parameter.size(), parameter.stride()
+        )
+        parameter.data = place
+        self.flat = flat(place)  # (numel), with a version counter of its own
+        parameter._orlop_entry = self
+
+    def host_view(self) -> torch.Tensor:
+        """The weights in host memory, in the parameter's shape; what is being written is waited for."""
+        self.wait()
+        return self.host.as_strided(self.parameter.size(), self.parameter.stride())
+
+    def write_host(self, value: torch.Tensor) -> None:
+        """Home and master become `value`."""
+        self.wait()
+        laid = torch.empty(self.host.shape, dtype=self.host.dtype)
+        laid.as_strided(self.parameter.size(), self.parameter.stride()).copy_(
+            value.expand(self.parameter.size())
+        )
+        if self.slot is not None:
+            self.slot.home.take_weights(self.slot, laid)
+        else:
+            self.host.copy_(laid)
+
+    def wait(self) -> None:
+        """The home is written."""
+        if self.slot is not None and self.host is not None:
+            self.slot.home.native.wait([self.slot.home.index])
+
+    def take_back(self) -> None:
+        """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
+        if self.host is not None:
+            self.write_host(self.parameter.detach().cpu())
+        self.version = self.parameter._version
+
+    def keep_written(self, stale: bool, write: bool) -> None:
+        """Home and master become what somebody wrote on the device since it was opened or taken back; with `write`,
+        whatever is there. `stale`: an update may have passed by, after which the home is newer than the device."""
+        version = self.parameter._version
+        followed = (
+            self.slot is not None and self.slot.version > self.version
+        )  # the optimizer has seen or changed it
+        if not (followed and stale):
+            if write or not followed or version != self.slot.version:
+                self.take_back()
+        elif version != self.slot.version:
+            self.lose_write()
+
+    def lose_write(self) -> None:
+        self.version = self.parameter._version
+        raise errors.UsageError(
+            f"{self.name} was written where it is older than the optimizer's last step, so that the write is "
+            "lost; call synchronize() of the optimizer between step() and such a write"
+        )
+
+
+class Block:
+    """Parameters that come and go together: one storage on the device, filled or empty."""
+
+    def __init__(self, index: int, module: torch.nn.Module, entries: list[Entry], device: torch.device):
+        self.index, self.module, self.entries = index, module, entries
+        self.bytes = sum(entry.bytes for entry in entries)
+        offsets, self._room = [], 0  # as if torch's allocator had given each parameter out by itself
+        for entry in entries:
+            offsets.append(self._room)
+            self._room += -(-entry.bytes // _ALIGNMENT) * _ALIGNMENT
+        self.storage = torch.UntypedStorage(self._room, device=device)
+        for entry, offset in zip(entries, offsets, strict=True):
+            entry.lie_in(self.storage, offset)
+        self.empty()
+        self.here = False
+        self.stale = False  # here, but an update has changed the home since
+        self.update = None  # home and version of the last write of its last update
+        self.resident = False  # never leaves
+        self.arrived = None  # event of a copy that the compute stream has not waited for
+        self.active = 0  # calls of its forward that have begun and not ended
+        self.callers: set[int] = set()  # blocks whose forward calls it
+        self.holds = 0  # gathered() sections, and those whose graph may still read it
+
+    def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Room for the weights: where they go (numel), and the homes (numel) that they come from. Autograd is not told:
+        to it the weights never left."""
+        if self.storage.nbytes() != self._room:
+            self.storage.resize_(self._room)
+        into, homes = [], []
+        for entry in self.entries:
+            parameter = entry.parameter
+            parameter.__class__ = entry.present
+            entry.version = parameter._version
+            if entry.host is not None:
+                into.append(entry.flat)
+                homes.append(entry.host)
+        return into, homes
+
+    def empty(self) -> None:
+        for entry in self.entries:
+            entry.parameter.__class__ = StreamedParameter
+        self.storage.resize_(0)
