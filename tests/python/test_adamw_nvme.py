@@ -200,7 +200,7 @@ def run_engine(engine, steps=4, first=0):
     losses = []
     for step in range(2 * first, 2 * (first + steps)):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        loss = engine(x.to(torch.bfloat16)).float().square().mean()
+        loss = engine(x.to(engine.device, torch.bfloat16)).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 
@@ -39,7 +38,10 @@ def drives(tmp_path):
 
 
 def finish(optimizer, model):
-    states = copy.deepcopy(optimizer.state_dict()["state"])
+    states = {
+        key: {name: value.cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for key, state in optimizer.state_dict()["state"].items()
+    }
     places = set(optimizer.placement())
     kept = weights(model)
     optimizer.close()
