@@ -42,8 +42,10 @@ void describe_blocks(Planning& planning, DType dtype) {
     const Block& block = *planning.blocks.back();
     input.forward_workspace_bytes.push_back(block.workspace_bytes(ops, input.shape, false));
     input.backward_workspace_bytes.push_back(block.workspace_bytes(ops, input.shape, true));
-    input.forward_flops.push_back(block_forward_flops(
-        planning.model, input.layout.blocks[static_cast<size_t>(b)].kind, input.shape));
+    const BlockKind kind = input.layout.blocks[static_cast<size_t>(b)].kind;
+    input.forward_flops.push_back(block_forward_flops(planning.model, kind, input.shape));
+    input.attention_flops.push_back(block_attention_flops(planning.model, kind, input.shape));
+    input.forward_bytes.push_back(block_forward_bytes(planning.model, kind, input.shape, dtype));
   }
   const int params = static_cast<int>(input.layout.flat_params.size());
   for (int param = 0; param < params; ++param) {
@@ -143,7 +145,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
         config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free)) /
         static_cast<size_t>(ranks.local);
   }
-  planning.profile = load_profile(info.name, info.is_host, planning.threads, dtype);
+  planning.profile = share_of_machine(
+      load_profile(info.name, info.is_host, planning.threads, dtype), ranks.local, info.is_host);
   if (ranks.ranks != nullptr && ranks.world_size > 1) agree_before(planning, *ranks.ranks);
   PlacementConfig wanted = config.placement;
   if (config.evaluate_only) {  // what is between forward and backward

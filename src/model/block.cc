@@ -37,9 +37,31 @@ double block_forward_flops(const TransformerConfig& config, BlockKind kind,
   const double mlp_matrices = config.activation == Activation::kSwiGlu ? 3 : 2;
   const double weights = hidden * static_cast<double>(config.qkv_width() + config.q_width()) +
                          mlp_matrices * hidden * static_cast<double>(config.intermediate);
+  return 2 * rows * weights + block_attention_flops(config, kind, shape);
+}
+
+double block_attention_flops(const TransformerConfig& config, BlockKind kind,
+                             const BatchShape& shape) {
+  if (kind != BlockKind::kTransformer) return 0;
   // Row r of a sequence meets r + 1 keys: (S + 1) / 2 on average, in QK^T and in PV.
   const double keys = static_cast<double>(shape.max_sequence + 1) / 2;
-  return 2 * rows * (weights + 2 * static_cast<double>(config.q_width()) * keys);
+  return 4 * static_cast<double>(shape.rows) * static_cast<double>(config.q_width()) * keys;
+}
+
+double block_forward_bytes(const TransformerConfig& config, BlockKind kind, const BatchShape& shape,
+                           DType dtype) {
+  const auto hidden = static_cast<double>(config.hidden);
+  double elements = 2 * hidden;  // a norm reads and writes; so does the embedding
+  if (kind == BlockKind::kHead) elements += static_cast<double>(config.vocab_size);
+  if (kind == BlockKind::kTransformer) {
+    elements += 4 * hidden + 3 * hidden;  // a residual sum with the second norm, and one without
+    const auto rotated = static_cast<double>(config.q_width() + config.kv_width());
+    if (config.rope.enabled) elements += 2 * rotated;
+    if (config.qk_norm) elements += 2 * rotated;
+    const double activation = config.activation == Activation::kSwiGlu ? 3 : 2;
+    elements += activation * static_cast<double>(config.intermediate);
+  }
+  return static_cast<double>(shape.rows) * elements * static_cast<double>(dtype_bytes(dtype));
 }
 
 }  // namespace orlop

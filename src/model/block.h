@@ -76,4 +76,13 @@ std::unique_ptr<Block> make_block(const TransformerConfig& config, const ModelLa
 double block_forward_flops(const TransformerConfig& config, BlockKind kind,
                            const BatchShape& shape);
 
+// What of that is attention.
+double block_attention_flops(const TransformerConfig& config, BlockKind kind,
+                             const BatchShape& shape);
+
+// Bytes of activations in `dtype` that its other operations (norms, rotation, activation function,
+// residual sums, cross-entropy) read and write in the same call.
+double block_forward_bytes(const TransformerConfig& config, BlockKind kind, const BatchShape& shape,
+                           DType dtype);
+
 }  // namespace orlop

@@ -122,6 +122,21 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
   return profile;
 }
 
+HardwareProfile share_of_machine(HardwareProfile profile, int ranks, bool device_is_host) {
+  const auto share = [ranks](double& rate) { rate /= ranks; };
+  share(profile.nvme_read_bytes_per_s);
+  share(profile.nvme_write_bytes_per_s);
+  if (!profile.is_measured) return profile;  // of a rank's own cores already
+  share(profile.host_bytes_per_s);
+  if (device_is_host) {
+    share(profile.matmul_flop_per_s);
+    share(profile.device_bytes_per_s);
+    share(profile.upload_bytes_per_s);
+    share(profile.offload_bytes_per_s);
+  }
+  return profile;
+}
+
 std::string save_profile(const HardwareProfile& profile) {
   const fs::path path = profile_path(profile.device);
   check(!path.empty(), ErrorCode::kIo, "hardware profile: neither XDG_CACHE_HOME nor HOME is set");

@@ -46,6 +46,10 @@ HardwareProfile default_profile(const std::string& device, bool device_is_host, 
 HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores,
                              DType compute_dtype);
 
+// What each of `ranks` processes of one machine gets of it: they share its memory, its drives and,
+// as devices, its cores; GPUs are their own.
+HardwareProfile share_of_machine(HardwareProfile profile, int ranks, bool device_is_host);
+
 // Keeps a profile under $XDG_CACHE_HOME/orlop (or ~/.cache/orlop) and returns its path. Throws
 // Error(kIo).
 std::string save_profile(const HardwareProfile& profile);

@@ -77,6 +77,28 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
   return *std::max_element(lanes.begin(), lanes.end());
 }
 
+// Seconds of attention for each that a large matmul of as many operations takes: cuDNN's on an
+// H100, sequences of 2048, as `bench_gpu_ops` has it. Backward does 2.5 times the forward's
+// operations.
+constexpr double kAttentionForward = 1.5;
+constexpr double kAttentionBackward = 2.5 * 2.4;
+
+double forward_seconds(const PlanInput& input, int block, const HardwareProfile& profile) {
+  const auto b = static_cast<size_t>(block);
+  const double flops = input.forward_flops[b] + (kAttentionForward - 1) * input.attention_flops[b];
+  return flops / profile.matmul_flop_per_s + input.forward_bytes[b] / profile.device_bytes_per_s;
+}
+
+// The forward itself, recomputed or the head's first; then two matmuls, and about twice the bytes,
+// for each of the forward's.
+double backward_seconds(const PlanInput& input, int block, const HardwareProfile& profile) {
+  const auto b = static_cast<size_t>(block);
+  const double flops = 2 * (input.forward_flops[b] - input.attention_flops[b]) +
+                       kAttentionBackward * input.attention_flops[b];
+  return forward_seconds(input, block, profile) + flops / profile.matmul_flop_per_s +
+         2 * input.forward_bytes[b] / profile.device_bytes_per_s;
+}
+
 }  // namespace
 
 double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op,
@@ -109,14 +131,9 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     case OpKind::kOffloadScalars:
       return seconds(largest_use(plan, op, Tier::kHost), profile.offload_bytes_per_s);
     case OpKind::kForward:
-      return launch +
-             input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
-    case OpKind::kBackward: {
-      // Two matmuls for each of the forward's, and the forward itself: recomputed, or the head's
-      // first.
-      return launch +
-             3 * input.forward_flops[static_cast<size_t>(op.block)] / profile.matmul_flop_per_s;
-    }
+      return launch + forward_seconds(input, op.block, profile);
+    case OpKind::kBackward:
+      return launch + backward_seconds(input, op.block, profile);
     case OpKind::kZeroGrad:
       return seconds(input.grad_bytes(op.param), profile.device_bytes_per_s);
     case OpKind::kRoundGrad:

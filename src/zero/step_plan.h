@@ -31,6 +31,8 @@ struct PlanInput {
   std::vector<size_t> forward_workspace_bytes;   // per block
   std::vector<size_t> backward_workspace_bytes;  // per block
   std::vector<double> forward_flops;             // per block and micro-batch
+  std::vector<double> attention_flops;           // those of attention among them
+  std::vector<double> forward_bytes;             // likewise, of what is no matmul and no attention
   std::vector<size_t> norm_scratch_bytes;        // per FlatParam
   size_t rope_bytes = 0;
   size_t snapshot_bytes = 0;  // host memory in which a save copies what updates wait for

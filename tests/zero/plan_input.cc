@@ -33,6 +33,8 @@ PlanInput small_input(int layers, int micro_batches, DType dtype) {
     input.forward_workspace_bytes.push_back(head ? 65536 : 32768);
     input.backward_workspace_bytes.push_back(head ? 65536 : 98304);
     input.forward_flops.push_back(1e6);
+    input.attention_flops.push_back(0);
+    input.forward_bytes.push_back(0);
   }
   for (const FlatParamLayout& flat : input.layout.flat_params) {
     input.norm_scratch_bytes.push_back(static_cast<size_t>(flat.numel / 4096 + 1) * sizeof(double));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "model/block.h"
 #include "tests/zero/plan_input.h"
 
 namespace orlop {
@@ -33,6 +34,59 @@ TEST(Simulate, AFastMachineIsBoundByCompute) {
   const Simulation result = run(1, machine(1e15, 1e15));
   // 8 blocks and 2 micro-batches of 1e6 FLOP: forward once (the head never), backward thrice.
   EXPECT_NEAR(result.step_seconds, 2 * (7 + 3 * 8) * 1e6 / 1e9, 1e-6);
+}
+
+// `bench_step --gpus 4 --shape l7` on four NVIDIA H200, 2026-11-28, and what `orlop doctor
+// --measure` found there: one device alone needs 1.453 s for 16,384 tokens and 5.698 s for 65,536.
+TEST(Simulate, ComputesAsLongAsWasMeasured) {
+  TransformerConfig model;
+  model.model_type = "llama";
+  model.vocab_size = 32000;
+  model.hidden = 4096;
+  model.layers = 32;
+  model.heads = model.kv_heads = 32;
+  model.head_dim = 128;
+  model.intermediate = 11008;
+  PlanInput input;
+  input.layout = make_layout(model);
+  input.shape = {16384, 2048};
+  for (const BlockLayout& block : input.layout.blocks) {
+    input.forward_flops.push_back(block_forward_flops(model, block.kind, input.shape));
+    input.attention_flops.push_back(block_attention_flops(model, block.kind, input.shape));
+    input.forward_bytes.push_back(
+        block_forward_bytes(model, block.kind, input.shape, DType::kBF16));
+  }
+  HardwareProfile h200;
+  h200.matmul_flop_per_s = 711e12;
+  h200.device_bytes_per_s = 3176e9;
+  h200.launch_seconds = 1.7e-6;
+  double seconds = 0;
+  for (size_t block = 0; block < input.layout.blocks.size(); ++block) {
+    PlanOp op;
+    op.block = static_cast<int>(block);
+    op.kind = OpKind::kBackward;
+    seconds += op_seconds(input, {}, op, h200);
+    op.kind = OpKind::kForward;  // the head's is part of its backward
+    if (input.layout.blocks[block].kind != BlockKind::kHead) {
+      seconds += op_seconds(input, {}, op, h200);
+    }
+  }
+  EXPECT_NEAR(seconds, 1.453, 0.05 * 1.453);
+  EXPECT_NEAR(4 * seconds, 5.698, 0.05 * 5.698);
+}
+
+TEST(HardwareProfile, RanksOfAMachineShareWhatWasMeasuredOfAllOfIt) {
+  HardwareProfile whole = machine(1e10, 1e11);
+  whole.nvme_read_bytes_per_s = whole.nvme_write_bytes_per_s = 4e9;
+  const HardwareProfile typical = share_of_machine(whole, 4, true);
+  EXPECT_EQ(typical.host_bytes_per_s, 1e11) << "typical figures are of a rank's own cores";
+  EXPECT_EQ(typical.nvme_read_bytes_per_s, 1e9);
+  whole.is_measured = true;
+  const HardwareProfile beside_gpus = share_of_machine(whole, 4, false);
+  EXPECT_EQ(beside_gpus.host_bytes_per_s, 1e11 / 4);
+  EXPECT_EQ(beside_gpus.upload_bytes_per_s, 1e10);
+  EXPECT_EQ(beside_gpus.matmul_flop_per_s, 1e9);
+  EXPECT_EQ(share_of_machine(whole, 4, true).matmul_flop_per_s, 1e9 / 4);
 }
 
 TEST(Simulate, PrefetchHidesUploads) {
