@@ -163,7 +163,7 @@ class Engine::Impl {
               "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel,
               values.size());
         gather_plane(*ranks_, session_.states(), static_cast<int>(param), plane, segment->offset,
-                     values);
+                     values, "read_state " + tensor);
         return 0;
       }
       fail(ErrorCode::kUsage, "read_state: the model has no tensor '{}'", tensor);
