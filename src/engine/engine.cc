@@ -175,6 +175,9 @@ class Engine::Impl {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     check_usable();
     check_trains("save_checkpoint");
+    // The save has collectives of its own beside those of steps: a rank that saves alone would wait
+    // there for ranks that wait here for it.
+    if (world_size() > 1) ranks_->barrier("save_checkpoint");
     if (mode == SaveMode::kWait) optimizer_.wait_idle();
     const TrainingState training{applied_steps_, scaler_.state(), config_.optimizer.decoupled,
                                  user_state};

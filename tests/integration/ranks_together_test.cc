@@ -23,7 +23,6 @@ class Ranks : public ::testing::Test {
   Ranks() { write_tiny_model(folder_.path(), TinyFamily::kLlama); }
   std::string model() const { return folder_.path().string(); }
 
- private:
   TempFolder folder_;
 };
 
@@ -79,7 +78,10 @@ TEST_F(Ranks, AreToldWhatOneCallsAlone) {
   const std::vector<std::pair<const char*, std::function<void(Engine&)>>> helpers = {
       {"broadcast of 128 U8 (read_state model.norm.weight)",
        [&](Engine& engine) { engine.read_state(name, StateKind::kMaster, values); }},
-      {"(evaluation)", [&](Engine& engine) { engine.evaluate(batches); }}};
+      {"(evaluation)", [&](Engine& engine) { engine.evaluate(batches); }},
+      {"(save_checkpoint)",
+       [&](Engine& engine) { engine.save_checkpoint((folder_ / "run").string(), "", 1); }},
+      {"(export)", [&](Engine& engine) { engine.export_hf((folder_ / "hf").string()); }}};
   for (const auto& [told, helper] : helpers) {
     std::atomic<int> failures{0};
     run_engines(3, model(), config, [&, told = told, &helper = helper](Engine& engine) {
