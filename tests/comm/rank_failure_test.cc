@@ -60,6 +60,7 @@ const Case kSkipped{
     {"rank 0 calls all_gather of 10 F32 (layer.7)", "rank 1 calls all_gather of 10 F32 (layer.8)",
      "had last completed all_gather of 10 F32 (layer.6), number 7 of its queue, after "
      "all_gather of 10 F32 (layer.5)"}};
+// Case D-02: who waits for whom, and in what.
 const Case kSlow{"slow", 2, {"all_gather of 0 U8 (step)", "for rank 1"}};
 const Case kAbort{"abort", 5, {"rank 1 has failed: out of paper"}};
 const Case kLeaving{"leaving", 2, {"rank 1 has left the run"}};
