@@ -233,6 +233,36 @@ def mixed(rank):
     return {"start": weights(Mixed()), "together": weights(model.module), "alone": weights(alone)}
 
 
+def trainer(rank, folder):
+    """transformers' Trainer, which wraps the model in DDP itself: with orlop.hf, and with its own AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import orlop.hf
+
+    def run(attaches):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+        generator = torch.Generator().manual_seed(1)
+        rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(64)]
+        arguments = TrainingArguments(
+            str(folder / f"trainer-{attaches}"), use_cpu=True, max_steps=8, per_device_train_batch_size=2,
+            gradient_accumulation_steps=2, logging_steps=1, save_steps=4, learning_rate=1e-3, max_grad_norm=0.5,
+            report_to=[], disable_tqdm=True, seed=3,
+        )  # fmt: skip
+        each = Trainer(
+            model=model, args=arguments, train_dataset=[{"input_ids": r, "labels": r} for r in rows]
+        )
+        if attaches:
+            orlop.hf.attach(each, gradients="stay")
+        each.train()
+        return weights(model), [r["grad_norm"] for r in each.state.log_history if "grad_norm" in r]
+
+    (ours, norms), (theirs, expected) = run(True), run(False)
+    return {"ours": ours, "theirs": theirs, "norms": {"ours": norms, "theirs": expected}}
+
+
 def refusals(rank, before):
     """What each way to gradients="leave" says among two ranks."""
 
@@ -283,6 +313,7 @@ def main(rank: int, folder: Path):
     torch.set_num_threads(1)
     module = Blocks()
     before = module, orlop.AdamW(module.parameters(), gradients="leave")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group("gloo", f"file://{folder}/store", LIMIT, world_size=2, rank=rank)
     seen = {
         "plain": train(rank),
@@ -299,6 +330,7 @@ def main(rank: int, folder: Path):
         "generation": generation(rank),
         "mixed": mixed(rank),
         "refusals": refusals(rank, before),
+        "trainer": trainer(rank, folder),
     }
     torch.save(seen, folder / f"rank-{rank}.pt")
     dist.barrier()

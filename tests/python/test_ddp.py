@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
     pytest.skip("PyTorch without gloo", allow_module_level=True)
@@ -71,10 +73,10 @@ def assert_equals_torch(of_ranks):
         )
 
 
-@pytest.mark.parametrize("way", ["plain", "hidden", "summed", "views"])
+@pytest.mark.parametrize("way", ["plain", "hidden", "summed", "views", "trainer"])
 def test_training_is_that_of_torch(seen, way):
     """Cases D-08, D-12: with a tied weight, its gradient in two pieces; with module=, with micro-batches that are
-    summed before they are averaged, with gradients that are views of DDP's buckets. The norm takes no collective
+    summed before they are averaged, with gradients that are views of DDP's buckets, in the Trainer. The norm takes no collective
     and is the same on both ranks, each of which has the whole average."""
     first, second = (rank[way] for rank in seen)
     assert_equals_torch((first, second))
