@@ -76,8 +76,8 @@ def assert_equals_torch(of_ranks):
 @pytest.mark.parametrize("way", ["plain", "hidden", "summed", "views", "trainer"])
 def test_training_is_that_of_torch(seen, way):
     """Cases D-08, D-12: with a tied weight, its gradient in two pieces; with module=, with micro-batches that are
-    summed before they are averaged, with gradients that are views of DDP's buckets, in the Trainer. The norm takes no collective
-    and is the same on both ranks, each of which has the whole average."""
+    summed before they are averaged, with gradients that are views of DDP's buckets, and in the Trainer. The norm
+    takes no collective and is the same on both ranks, each of which has the whole average."""
     first, second = (rank[way] for rank in seen)
     assert_equals_torch((first, second))
     assert first["norms"]["ours"] == second["norms"]["ours"]
