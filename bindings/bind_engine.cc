@@ -182,7 +182,11 @@ void bind_engine(py::module_& module) {
   py::class_<EngineHandle> engine(module, "Engine",
                                   "Trains one model from a Hugging Face folder. Called by one "
                                   "thread at a time. After a failed step "
-                                  "it refuses further steps; the last checkpoint is as it was.");
+                                  "it refuses further steps; the last checkpoint is as it was. "
+                                  "Several ranks open it, step, evaluate, read_state, "
+                                  "save_checkpoint, load_checkpoint and export_hf together, in "
+                                  "the same order; all else each does alone. Where one makes "
+                                  "another call than the rest, all are told both.");
   bind_training(engine);
   bind_states(engine);
   engine

@@ -213,7 +213,7 @@ void NcclCommunicator::watch() {
 std::string NcclCommunicator::find_failure() {
   while (!issued_.empty() && issued_.front().end->query()) {
     free_events_.push_back(std::move(issued_.front().end));
-    completed_.set(issued_.front().id);
+    completed_.add(issued_.front().id);
     issued_.pop_front();
     if (!issued_.empty()) issued_.front().since = Clock::now();
   }

@@ -82,7 +82,7 @@ class NcclCommunicator final : public Communicator {
   bool stop_ = false;
   bool ended_ = false;  // the communicator is aborted
   std::deque<Issued> issued_;
-  LastCompleted completed_;
+  RecentCollectives completed_;
   std::vector<std::unique_ptr<CudaEvent>> free_events_;
   std::thread watchdog_;
 };

@@ -15,13 +15,17 @@
 namespace orlop::nvme {
 namespace {
 
-// Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and brackets. 0 when unreadable.
-uint64_t start_ticks(int64_t pid) {
+// The fields of /proc/PID/stat from the third on; the name in field 2 may hold spaces and brackets.
+std::istringstream status_fields(int64_t pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
   std::string text((std::istreambuf_iterator<char>(file)), {});
   const size_t name_end = text.rfind(')');
-  if (name_end == std::string::npos) return 0;
-  std::istringstream fields(text.substr(name_end + 1));
+  return std::istringstream(name_end == std::string::npos ? "" : text.substr(name_end + 1));
+}
+
+// Field 22. 0 when unreadable.
+uint64_t start_ticks(int64_t pid) {
+  std::istringstream fields = status_fields(pid);
   std::string skipped;
   for (int field = 3; field < 22; ++field) fields >> skipped;
   uint64_t ticks = 0;
@@ -54,6 +58,18 @@ Liveness liveness(const ProcessIdentity& process) {
   const uint64_t started = start_ticks(process.pid);
   if (started != 0 && started != process.start_ticks) return Liveness::kDead;
   return Liveness::kAlive;
+}
+
+bool is_ending(const ProcessIdentity& process) {
+  constexpr uint64_t kExiting = 0x4;  // PF_EXITING of the kernel
+  if (liveness(process) != Liveness::kAlive) return false;
+  std::istringstream fields = status_fields(process.pid);
+  std::string state, skipped;
+  fields >> state;
+  for (int field = 4; field < 9; ++field) fields >> skipped;
+  uint64_t flags = 0;
+  fields >> flags;
+  return state == "Z" || state == "X" || (flags & kExiting) != 0;
 }
 
 }  // namespace orlop::nvme

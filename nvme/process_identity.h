@@ -23,4 +23,7 @@ enum class Liveness : uint8_t { kAlive, kDead, kUnknown };
 // kUnknown for a process of another namespace that was started in this boot.
 Liveness liveness(const ProcessIdentity& process);
 
+// Still there, but on its way out or not yet waited for by its parent: what it holds is free soon.
+bool is_ending(const ProcessIdentity& process);
+
 }  // namespace orlop::nvme

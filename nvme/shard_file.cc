@@ -27,6 +27,8 @@ namespace {
 constexpr std::string_view kPrefix = "orlop-r";
 constexpr std::string_view kSuffix = ".swap";
 constexpr auto kSetUpLimit = std::chrono::seconds(30);
+// From the end of a process until the kernel has closed its files, transfers under way included.
+constexpr auto kClosingLimit = std::chrono::seconds(2);
 
 std::string file_name(int rank) { return fmt::format("{}{}{}", kPrefix, rank, kSuffix); }
 
@@ -116,13 +118,45 @@ struct CloseDirectory {
   void operator()(DIR* entries) const { ::closedir(entries); }
 };
 
-void settle_directory(const std::string& directory, const ShardFileOptions& options) {
+// Calls `visit(path, rank)` for every swap file.
+template <typename Visit>
+void for_swap_files(const std::string& directory, const Visit& visit) {
   const std::unique_ptr<DIR, CloseDirectory> entries(::opendir(directory.c_str()));
   check(entries != nullptr, ErrorCode::kUsage, "cannot read {}: {}", directory, errno_text(errno));
   while (const dirent* entry = ::readdir(entries.get())) {
     if (const std::optional<int> rank = rank_of(entry->d_name)) {
-      settle_found_file(fmt::format("{}/{}", directory, entry->d_name), *rank, options);
+      visit(fmt::format("{}/{}", directory, entry->d_name), *rank);
     }
+  }
+}
+
+// Removes the file of a rank of this run that was killed: no next run may come for a long time, and
+// its bytes are taken until then.
+void remove_abandoned(const std::string& path, const std::string& run_id) {
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  Superblock superblock;
+  if (!fd || ::pread(fd.get(), &superblock, sizeof superblock, 0) != sizeof superblock) return;
+  if (!is_sound(superblock) || superblock.state != Superblock::kInUse) return;
+  if (run_id_of(superblock) != run_id) return;
+  const ProcessIdentity owner = owner_of(superblock);
+  const auto give_up = std::chrono::steady_clock::now() + kClosingLimit;
+  while (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (liveness(owner) == Liveness::kDead) break;
+    if (!is_ending(owner) || std::chrono::steady_clock::now() > give_up) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  if (::unlink(path.c_str()) != 0) return;
+  log_info("removed {} ({}) of rank {}, which has ended without doing so", path,
+           format_bytes(static_cast<size_t>(superblock.file_bytes)), superblock.rank);
+}
+
+void remove_those_of_dead_ranks(const std::string& directory, const std::string& run_id) noexcept {
+  try {
+    const SetUpLock lock(directory);
+    for_swap_files(directory,
+                   [&](const std::string& path, int) { remove_abandoned(path, run_id); });
+  } catch (const std::exception& error) {
+    log_warning("cannot look for swap files of ranks that were killed: {}", error.what());
   }
 }
 
@@ -133,7 +167,9 @@ ShardFile::ShardFile(const ShardFileOptions& options) : owner_(::getpid()) {
   resolved.directory = absolute_path(options.directory);
   make_directory(resolved.directory);
   const SetUpLock lock(resolved.directory);
-  settle_directory(resolved.directory, resolved);
+  for_swap_files(resolved.directory, [&](const std::string& path, int rank) {
+    settle_found_file(path, rank, resolved);
+  });
   path_ = fmt::format("{}/{}", resolved.directory, file_name(options.rank));
   superblock_ = make_superblock(this_process(), options.rank, options.run_id);
   create(resolved.directory);
@@ -164,6 +200,10 @@ ShardFile::~ShardFile() {
                     ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
   if (same && ::unlink(path_.c_str()) != 0) {
     log_warning("cannot remove {}: {}", path_, errno_text(errno));
+  }
+  if (same) {
+    const std::string directory = std::filesystem::path(path_).parent_path().string();
+    remove_those_of_dead_ranks(directory, run_id_of(superblock_));
   }
 }
 

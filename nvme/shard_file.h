@@ -29,7 +29,8 @@ class ShardFile {
   // Makes the directory, refuses a second engine, removes leftovers and creates the file. Throws
   // Error(kUsage) or Error(kIo) naming the path and the reason.
   explicit ShardFile(const ShardFileOptions& options);
-  // Removes the file unless keep() was called. Never throws; does nothing in a forked child.
+  // Removes the file unless keep() was called, and those of ranks of the same run that were killed.
+  // Never throws; does nothing in a forked child.
   ~ShardFile();
   ShardFile(const ShardFile&) = delete;
   ShardFile& operator=(const ShardFile&) = delete;

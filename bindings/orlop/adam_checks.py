@@ -24,6 +24,17 @@ def check_choice(name, value, known):
         raise errors.UsageError(f"{name} = {value!r} is not known; use one of {', '.join(map(repr, known))}")
 
 
+def refuse_several_ranks():
+    """For gradients that leave: those that DDP averages after them would not be used."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (ranks := distributed.get_world_size()) > 1:
+        raise errors.UsageError(
+            f'gradients="leave" takes gradients before {ranks} ranks have averaged them; use gradients="stay"'
+        )
+
+
 def check_hyperparameters(group, where):
     """torch's ranges and exceptions; options that are not there are refused by name."""
     for option, reason in _REFUSED.items():

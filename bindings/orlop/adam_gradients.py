@@ -8,7 +8,7 @@ import math
 from . import errors, torch_support
 from .torch_support import torch
 
-from .adam_checks import check_hyperparameters  # isort: skip
+from .adam_checks import check_hyperparameters, refuse_several_ranks  # isort: skip
 from .gradient_batch import Collector, GradientHooks, Unit, take  # isort: skip
 from .state_home import measure_on_device  # isort: skip
 
@@ -55,6 +55,8 @@ class GradientSide:
 
     def _gather(self):
         """(slot, group) of every parameter with a gradient, in the order of the groups."""
+        if self._collectors:  # the ranks may have met after the parameters came
+            refuse_several_ranks()
         self._flush()
         self._follow_moves()
         late = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import _orlop, errors, torch_support
-from .torch_support import torch
 
+from .adam_checks import refuse_several_ranks  # isort: skip
 from .device_link import DeviceLink  # isort: skip
 from .drive_state import DriveHome  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
@@ -46,11 +46,8 @@ class SlotSide:
         params = [p for p in params if p not in self._slots]
         if not params:
             return
-        if any(self._leaves(p) for p in params) and (ranks := _world_size()) > 1:
-            raise errors.UsageError(
-                f'gradients="leave" takes gradients before {ranks} ranks have averaged them; '
-                'use gradients="stay"'
-            )
+        if any(self._leaves(p) for p in params):
+            refuse_several_ranks()
         links = [self._link_of(p) for p in params]
         if self._stream is not None and self._stream.device_link is not None:
             self._links.setdefault(self._stream.device_link.device, self._stream.device_link)
@@ -157,8 +154,3 @@ class SlotSide:
             for key, value in saved.items():
                 self._slots[p].planes[key].copy_(value)
             self._show_state(p)
-
-
-def _world_size():
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -36,8 +36,9 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().
     gradients: "leave" takes each gradient, while backward runs, to where its states live and sums micro-batches in
         fp32; those of a block (with `module`) go together, with the last of them. "stay" leaves `p.grad` alone.
-        "auto": leave on a GPU and with `module`, else stay. While a gradient is away `p.grad` is an
-        OffloadedGradient: clipping, scaling and reading work on it.
+        "auto": leave on a GPU and with `module`, else stay. Among several ranks of torch.distributed they must stay:
+        DDP averages them in `p.grad`. No call here is a collective, so that any rank may read states alone. While a
+        gradient is away `p.grad` is an OffloadedGradient: clipping, scaling and reading work on it.
     nonfinite: "skip" leaves everything as it is when a gradient holds NaN or Inf, counts it in
         `skipped_steps` and names the parameter; "raise" raises NonFiniteError; "apply" does what torch does.
     moments: "fp32", or "bf16" with stochastic rounding (half the memory).

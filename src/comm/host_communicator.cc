@@ -57,9 +57,19 @@ void CollectiveCall::operator()() const {
   communicator->run(*this, HostCommunicator::Channel::kQueue);
 }
 
-std::string LastCompleted::describe(int rank) const {
-  return fmt::format("rank {} had last completed {}", rank,
-                     is_set_ ? orlop::describe(id_) : "no collective of its queue");
+std::string RecentCollectives::describe(int rank) const {
+  if (completed_ == 0) return fmt::format("rank {} had completed no collective of its queue", rank);
+  std::string text;
+  for (uint64_t back = 0; back < std::min(completed_, kKept); ++back) {
+    const std::string one = orlop::describe(ids_[(completed_ - 1 - back) % kKept]);
+    if (back == 0) {
+      text = fmt::format("rank {} had last completed {}, number {} of its queue", rank, one,
+                         completed_);
+    } else {
+      text += (back == 1 ? ", after " : ", ") + one;
+    }
+  }
+  return text;
 }
 
 void HostCommunicator::run(const CollectiveCall& call, Channel channel) {
@@ -71,7 +81,7 @@ void HostCommunicator::run(const CollectiveCall& call, Channel channel) {
   }
   if (channel != Channel::kQueue) return;
   std::lock_guard lock(completed_mutex_);
-  completed_.set(call.id);
+  completed_.add(call.id);
 }
 
 void HostCommunicator::issue(Queue& queue, CollectiveCall call) {

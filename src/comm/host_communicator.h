@@ -33,20 +33,20 @@ std::string describe(const CollectiveId& id);
 // agree.
 std::string disagreement(std::span<const CollectiveId> ids);
 
-// The collective of a queue that a rank has completed last, for errors: where ranks stand apart,
+// The collectives of a queue that a rank has completed last, for errors: where ranks stand apart,
 // theirs tell where.
-class LastCompleted {
+class RecentCollectives {
  public:
-  void set(const CollectiveId& id) {
-    id_ = id;
-    is_set_ = true;
-  }
-  // "rank 1 had last completed all_gather of 10 F32 (layer.7)"
+  static constexpr uint64_t kKept = 5;
+
+  void add(const CollectiveId& id) { ids_[completed_++ % kKept] = id; }
+  // "rank 1 had last completed all_gather of 10 F32 (layer.7), number 3 of its queue, after
+  // all_gather of 10 F32 (layer.6), all_gather of 10 F32 (layer.5)"
   std::string describe(int rank) const;
 
  private:
-  CollectiveId id_;
-  bool is_set_ = false;
+  std::array<CollectiveId, kKept> ids_;
+  uint64_t completed_ = 0;
 };
 
 // One collective of one rank, plain bytes so that a queue stores it without allocating. Running it
@@ -116,7 +116,7 @@ class HostCommunicator : public Communicator {
   Issue issue_;
   std::unique_ptr<Beside> beside_;
   std::mutex completed_mutex_;
-  LastCompleted completed_;
+  RecentCollectives completed_;
 };
 
 // True for the types that sum_in_order() adds.

@@ -163,7 +163,7 @@ class Engine::Impl {
               "read_state: '{}' has {} elements, the buffer {}", tensor, segment->numel,
               values.size());
         gather_plane(*ranks_, session_.states(), static_cast<int>(param), plane, segment->offset,
-                     values);
+                     values, "read_state " + tensor);
         return 0;
       }
       fail(ErrorCode::kUsage, "read_state: the model has no tensor '{}'", tensor);
@@ -175,6 +175,9 @@ class Engine::Impl {
     check(keep >= 1, ErrorCode::kUsage, "save_checkpoint: keep is {}; it must be at least 1", keep);
     check_usable();
     check_trains("save_checkpoint");
+    // The save has collectives of its own beside those of steps: a rank that saves alone would wait
+    // there for ranks that wait here for it.
+    if (world_size() > 1) ranks_->barrier("save_checkpoint");
     if (mode == SaveMode::kWait) optimizer_.wait_idle();
     const TrainingState training{applied_steps_, scaler_.state(), config_.optimizer.decoupled,
                                  user_state};

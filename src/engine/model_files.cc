@@ -172,7 +172,8 @@ void gather_weights(Communicator& ranks, const ModelLayout& layout, StateStore& 
       for (int64_t first = 0; first < segment.numel; first += kPieceElements) {
         piece.resize(static_cast<size_t>(std::min(kPieceElements, segment.numel - first)) *
                      element);
-        gather_compute_copy(ranks, states, index, segment.offset + first, piece);
+        gather_compute_copy(ranks, states, index, segment.offset + first, piece,
+                            "export " + segment.name);
         if (error) continue;
         try {
           write(segment.name, static_cast<size_t>(first) * element, piece);

@@ -1,6 +1,7 @@
 // One rank of a run of processes, by MPI or by sockets as the environment says.
 //   comm_worker suite           the suite of all communicators
 //   comm_worker disagree        one rank calls another count: every rank is told of both
+//   comm_worker skipped         rank 1 leaves one collective out: every rank is told of both
 //   comm_worker slow            rank 1 never comes to a collective: the others are told after 2 s
 //   comm_worker abort           rank 1 fails before its first collective: the others are told why
 //   comm_worker world           the launcher announces one rank more than MPI makes
@@ -92,6 +93,19 @@ TEST(RankTest, Disagree) {
   });
   EXPECT_THAT(message, testing::HasSubstr("rank 0 calls all_gather of 10 F32 (layer.3)"));
   EXPECT_THAT(message, testing::HasSubstr("rank 1 calls all_gather of 9 F32 (layer.3)"));
+}
+
+TEST(RankTest, Skipped) {
+  Rank self;
+  std::vector<float> send(60), recv(240);
+  told([&] {
+    for (int layer = 0; layer < 9; ++layer) {
+      if (self.rank() == 1 && layer == 7) continue;
+      self.comm().all_gather(self.queue(), send.data(), recv.data(), 10, DType::kF32,
+                             "layer." + std::to_string(layer));
+    }
+    self.queue().synchronize();
+  });
 }
 
 TEST(RankTest, Slow) {

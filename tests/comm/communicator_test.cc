@@ -101,6 +101,31 @@ TEST(ThreadCommunicatorErrorTest, RanksThatDisagreeAreToldHow) {
   EXPECT_EQ(failures.load(), 3);
 }
 
+// Case D-06: the first difference, and what each rank had completed before it.
+TEST(ThreadCommunicatorErrorTest, ASkippedCollectiveIsNamedWithThoseBeforeIt) {
+  std::atomic<int> failures{0};
+  run_with_queues(3, [&](Communicator& comm, Queue& queue) {
+    std::vector<float> send(60), recv(60);
+    for (int layer = 0; layer < 9; ++layer) {
+      if (comm.rank() == 1 && layer == 7) continue;
+      comm.all_gather(queue, send.data(), recv.data(), 10 + layer, DType::kF32,
+                      fmt::format("layer.{}", layer));
+    }
+    const std::string message = error_of([&] { queue.synchronize(); });
+    EXPECT_THAT(message, testing::HasSubstr("rank 0 calls all_gather of 17 F32 (layer.7), "
+                                            "rank 1 calls all_gather of 18 F32 (layer.8)"));
+    EXPECT_THAT(
+        message,
+        testing::EndsWith(fmt::format(
+            "rank {} had last completed all_gather of 16 F32 (layer.6), number 7 of its queue, "
+            "after all_gather of 15 F32 (layer.5), all_gather of 14 F32 (layer.4), "
+            "all_gather of 13 F32 (layer.3), all_gather of 12 F32 (layer.2)",
+            comm.rank())));
+    failures.fetch_add(1);
+  });
+  EXPECT_EQ(failures.load(), 3);
+}
+
 TEST(ThreadCommunicatorErrorTest, AFailedRankReleasesTheOthers) {
   std::atomic<int> released{0};
   const auto body = [&](Communicator& comm) {

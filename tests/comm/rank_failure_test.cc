@@ -53,6 +53,14 @@ const Case kDisagree{
     "disagree",
     3,
     {"rank 0 calls all_gather of 10 F32 (layer.3)", "rank 1 calls all_gather of 9 F32 (layer.3)"}};
+// Case D-06.
+const Case kSkipped{
+    "skipped",
+    3,
+    {"rank 0 calls all_gather of 10 F32 (layer.7)", "rank 1 calls all_gather of 10 F32 (layer.8)",
+     "had last completed all_gather of 10 F32 (layer.6), number 7 of its queue, after "
+     "all_gather of 10 F32 (layer.5)"}};
+// Case D-02: who waits for whom, and in what.
 const Case kSlow{"slow", 2, {"all_gather of 0 U8 (step)", "for rank 1"}};
 const Case kAbort{"abort", 5, {"rank 1 has failed: out of paper"}};
 const Case kLeaving{"leaving", 2, {"rank 1 has left the run"}};
@@ -68,7 +76,7 @@ TEST_P(SocketRankFailure, EveryOtherRankIsTold) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, SocketRankFailure,
-                         testing::Values(kDisagree, kSlow, kAbort, kLeaving,
+                         testing::Values(kDisagree, kSkipped, kSlow, kAbort, kLeaving,
                                          Case{
                                              "killed", 2, {"rank 1 has ended without a word"}, 10}),
                          name_of);
@@ -84,7 +92,7 @@ TEST_P(MpiRankFailure, EveryOtherRankIsTold) {
 
 INSTANTIATE_TEST_SUITE_P(
     , MpiRankFailure,
-    testing::Values(kDisagree, kSlow, kAbort, kLeaving,
+    testing::Values(kDisagree, kSkipped, kSlow, kAbort, kLeaving,
                     Case{"world", 3, {"mpirun says rank", "of 4, but MPI has made rank", "of 3: "}},
                     Case{"killed", 2, {"rank 1 has given no sign of life"}}),
     name_of);

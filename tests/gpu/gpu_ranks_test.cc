@@ -122,6 +122,7 @@ TEST(GpuRanks, GatherScatterAndBroadcast) {
 }
 
 // The collective that one rank does not join ends on all, with its name.
+// Cases D-02, D-06.
 TEST(GpuRanks, ACollectiveThatARankDoesNotJoinEndsInTime) {
   SKIP_WITHOUT_GPUS(2);
   const auto begin = std::chrono::steady_clock::now();

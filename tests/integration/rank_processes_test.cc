@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,8 +53,11 @@ TEST_P(RankProcesses, ComputeTheBitsOfRanksOnThreads) {
   }
 }
 
+// Case D-10: nobody waits for longer than 30 s, and what the dead rank had on the drive is gone
+// with it.
 TEST_P(RankProcesses, EndWhenOneIsKilledAndResumeOnFewer) {
   const std::string run_dir = (folder_ / "run").string();
+  std::filesystem::create_directories(folder_ / "run" / "swap");
   int told = 0;
   int ended = 0;
   for (const auto& run : start(3, {"killed", model(), run_dir})) {
@@ -69,6 +73,7 @@ TEST_P(RankProcesses, EndWhenOneIsKilledAndResumeOnFewer) {
   }
   EXPECT_EQ(told, 2);
   EXPECT_EQ(ended, 2);
+  EXPECT_TRUE(std::filesystem::is_empty(folder_ / "run" / "swap"));
 
   const std::string checkpoint = Engine::latest_checkpoint(run_dir);
   ASSERT_FALSE(checkpoint.empty());

@@ -4,8 +4,8 @@
 //   rank_worker alike MODEL
 //     trains in fp32 and compares the losses with those of one rank; prints "rank on <host>"
 //   rank_worker killed MODEL RUN_DIR
-//     trains and saves; rank 1 is killed after step 5, the others print "told: <error>" and
-//     "ended <seconds>"
+//     trains and saves, with states on a drive in RUN_DIR/swap; rank 1 is killed after step 5, the
+//     others print "told: <error>" and "ended <seconds>"
 //   rank_worker parted MODEL FOLDER
 //     trains until an error; rank 0 makes FOLDER/trained after step 5, each rank writes the same
 //     two lines into FOLDER/ended-<rank>
@@ -75,11 +75,11 @@ using Clock = std::chrono::steady_clock;
 
 // Trains until an error of the run, which it writes to `out` with the seconds that it came after
 // the last step. `after_step` may end this process.
-int train_until_told(const std::string& model, std::ostream& out,
+int train_until_told(const std::string& model, const EngineConfig& config, std::ostream& out,
                      const std::function<void(Engine&, int64_t step)>& after_step) {
   Clock::time_point last_step;
   try {
-    const auto engine = Engine::open(model, config_for(Ranks().world_size()));
+    const auto engine = Engine::open(model, config);
     for (int64_t step = 1;; ++step) {
       run_share(*engine, kAllMicroBatches, {.from = step, .until = step, .last = 0});
       after_step(*engine, step);
@@ -93,7 +93,10 @@ int train_until_told(const std::string& model, std::ostream& out,
 }
 
 int train_until_killed(const std::string& model, const std::string& run_dir) {
-  return train_until_told(model, std::cout, [&](Engine& engine, int64_t step) {
+  EngineConfig config = config_for(Ranks().world_size());
+  config.nvme.paths = {run_dir + "/swap"};
+  config.placement.nvme_optimizer_blocks = 3;
+  return train_until_told(model, config, std::cout, [&](Engine& engine, int64_t step) {
     engine.save_checkpoint(run_dir, std::to_string(step), 2);
     if (step == 5 && engine.rank() == 1) ::raise(SIGKILL);
   });
@@ -104,9 +107,10 @@ int train_until_parted(const std::string& model, const std::filesystem::path& fo
   const std::filesystem::path unfinished = folder / ("telling-" + rank);
   {
     std::ofstream out(unfinished);
-    train_until_told(model, out, [&](Engine& engine, int64_t step) {
-      if (step == 5 && engine.rank() == 0) std::ofstream(folder / "trained");
-    });
+    train_until_told(model, config_for(Ranks().world_size()), out,
+                     [&](Engine& engine, int64_t step) {
+                       if (step == 5 && engine.rank() == 0) std::ofstream(folder / "trained");
+                     });
   }
   std::filesystem::rename(unfinished, folder / ("ended-" + rank));
   return 0;

@@ -7,7 +7,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
+#include <memory>
 
 #include "base/bytes.h"
 #include "child.h"
@@ -132,6 +134,25 @@ TEST(ShardFile, TheFilesOfAKilledRunAreRemoved) {
   EXPECT_TRUE(exists(dir / "orlop-r0.swap"));
   EXPECT_FALSE(exists(dir / "orlop-r1.swap"));
   EXPECT_FALSE(exists(dir / "orlop-r2.swap"));
+}
+
+// Case D-10: the drive is not left full until somebody starts again.
+TEST(ShardFile, ARankRemovesTheFilesOfThoseOfItsRunThatWereKilled) {
+  TempDir dir;
+  std::vector<std::unique_ptr<ShardFile>> leaked;
+  KillableChild child([&] {
+    for (int rank = 1; rank < 3; ++rank) {
+      leaked.push_back(std::make_unique<ShardFile>(in(dir.path(), rank)));
+    }
+  });
+  ASSERT_TRUE(child.ready());
+  { const ShardFile of_a_living_run(in(dir.path(), 0)); }
+  EXPECT_TRUE(exists(dir / "orlop-r1.swap") && exists(dir / "orlop-r2.swap"));
+  {
+    const ShardFile survivor(in(dir.path(), 0));
+    child.kill();
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
 }
 
 TEST(ShardFile, AForkedWorkerOfADeadEngineDoesNotHoldTheDirectory) {

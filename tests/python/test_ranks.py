@@ -199,6 +199,7 @@ def test_a_signal_to_one_rank_stops_all_and_another_number_resumes(inputs, tmp_p
 
 @pytest.mark.parametrize("launcher", ["torchrun", "gpus"])
 def test_a_killed_rank_ends_the_others_with_its_name(inputs, tmp_path, launcher):
+    """Case D-10."""
     out = tmp_path / "run"
     process = start(inputs, out, launcher, 3, 2, *ENDLESS)
     wait_for_steps(process, out)

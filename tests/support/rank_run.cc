@@ -30,6 +30,14 @@ namespace {
 
 }  // namespace
 
+EngineConfig rank_config(Precision precision) {
+  EngineConfig config = tiny_engine_config(precision);
+  config.batch.accumulation_steps = 12;
+  config.batch.micro_batch_size = 1;
+  config.optimizer.learning_rate = 1e-4;
+  return config;
+}
+
 void run_engines(int world_size, const std::string& model, const EngineConfig& config,
                  const std::function<void(Engine&)>& body) {
   run_ranks(world_size, issue_on_host_queue, [&](Communicator& communicator) {

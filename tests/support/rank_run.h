@@ -12,6 +12,9 @@
 
 namespace orlop::test {
 
+// Twelve micro-batches of one row a step: 12, 6, 4 or 3 per rank.
+EngineConfig rank_config(Precision precision);
+
 // Opens an engine on each of `world_size` threads, the ranks of one run, and calls `body` there.
 // The first error of a rank is thrown here.
 void run_engines(int world_size, const std::string& model, const EngineConfig& config,

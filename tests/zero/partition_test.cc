@@ -23,9 +23,14 @@ TEST(Partition, PartsCoverTheParameterOnce) {
   }
 }
 
+// Case D-03.
 TEST(Partition, FewerElementsThanRanksLeavesEmptyParts) {
-  EXPECT_EQ(shard_range(3, 0, 4).numel, 3);
-  EXPECT_EQ(shard_range(3, 3, 4).numel, 0);
+  for (const int64_t numel : {1, 3, 7}) {
+    for (const int world_size : {2, 4, 8}) {
+      EXPECT_EQ(shard_range(numel, 0, world_size).numel, numel);
+      EXPECT_EQ(shard_range(numel, world_size - 1, world_size).numel, 0);
+    }
+  }
 }
 
 }  // namespace
