@@ -108,8 +108,8 @@ TEST(PlannedMemoryOfAnEvaluation, IsTheWeights) {
 TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
   if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
-  TinyShape
-      shape;  // large enough for the matmul workspace of three ranks, of which a run may use little
+  // Large enough for the matmul workspace of three ranks, of which a run may use little.
+  TinyShape shape;
   shape.hidden = 1024;
   shape.intermediate = 2816;
   shape.heads = 8;

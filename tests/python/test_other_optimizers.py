@@ -58,10 +58,14 @@ def test_one_that_needs_matrices_is_refused_by_name(door):
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(2, 6)).square().mean().backward()
     optimizer.step()
-    assert all(p.shape == (6, 6) and not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        p.shape == (6, 6) and not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_muon_in_a_deepspeed_configuration_is_refused_by_name():
     """Case N-18: the same where the name comes from a file."""
     with pytest.raises(orlop.UsageError, match=r"'Muon'.*AdamW"):
-        deepspeed_compat.initialize(model=Model(), config={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}})
+        deepspeed_compat.initialize(
+            model=Model(), config={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+        )
