@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 
@@ -19,6 +20,7 @@ from .gradient_batch import Collector, Unit  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .placement import Placement, states_limit  # isort: skip
 
+_log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ISSUING_THREADS = 2  # Python's and autograd's
 _live: weakref.WeakSet[AdamW] = weakref.WeakSet()
@@ -124,6 +126,11 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         self._native = self._make_native()
         self._parts = [self._native]  # what outlives this object in its finalizer
         self._adopt(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        if self._drives is not None:
+            places = ", ".join(self._drives.nvme.paths)
+            _log.info(
+                "optimizer states that no GPU has are on drives (%s); the update runs on the CPU", places
+            )
         self._ready = True
         if module is not None:
             self._gate = ForwardGate(self, module)

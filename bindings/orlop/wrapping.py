@@ -55,12 +55,17 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     modules = find_blocks(model) if blocks is None else list(blocks)
     _check_not_compiled(model, set(modules))
     made = _make_blocks(model, modules, names, device)
-    _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-    manager = StreamedWeights(model, made, _device_link(device, limit))
-    _keep_resident(made, limit, device)
-    wrapped = _make_optimizer(model, optimizer, manager, options)
-    _own_homes(manager)
-    manager.handles += [_guard_loading(block.module, manager) for block in made]
+    manager = None
+    try:
+        _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
+        manager = StreamedWeights(model, made, _device_link(device, limit))
+        _keep_resident(made, limit, device)
+        wrapped = _make_optimizer(model, optimizer, manager, options)
+        _own_homes(manager)
+        manager.handles += [_guard_loading(block.module, manager) for block in made]
+    except BaseException:
+        _give_back(model, made, manager, first)
+        raise
     _streams[model] = manager
     return model, wrapped
 
@@ -103,6 +108,18 @@ def _move_rest(model, streamed, device) -> None:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
+
+
+def _give_back(model, blocks, manager, device) -> None:
+    """After a refusal the model is the plain one that was given, with its weights where they were."""
+    for handle in manager.handles if manager is not None else ():
+        handle.remove()
+    entries = [entry for block in blocks for entry in block.entries]
+    for entry in entries:
+        entry.parameter.__class__ = entry.kind
+        if entry.host is not None:
+            entry.parameter.data = entry.host_view().to(device, copy=True)
+    _move_rest(model, {entry.parameter for entry in entries}, device)
 
 
 def _own_homes(manager) -> None:

@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -100,6 +102,27 @@ TEST(SocketCommunicator, CarriesWhatNoBufferHolds) {
     }
     // Every rank has given the same rows: its own three times.
     for (size_t i = 0; i < kCount; ++i) wrong += sum[i] != 3 * value(own, i);
+    EXPECT_EQ(wrong, 0u) << "rank " << own;
+  });
+}
+
+// Case N-10: a weight of 5 MiB and one element, in parts that are aligned: what pads the last of
+// them is NaN, and stays where it is.
+TEST(SocketCommunicator, PaddingOfALargeWeightNeverBecomesPartOfASum) {
+  constexpr size_t kNumel = (size_t{5} << 18) + 1;
+  constexpr size_t kPart = (kNumel / 3 + 128) / 128 * 128;
+  static_assert(3 * kPart > kNumel);
+  run_ranks(3, [&](Communicator& comm, Queue& queue) {
+    const auto own = static_cast<size_t>(comm.rank());
+    std::vector<float> gradient(3 * kPart, std::numeric_limits<float>::quiet_NaN());
+    std::vector<float> sum(kPart, std::numeric_limits<float>::quiet_NaN());
+    for (size_t i = 0; i < kNumel; ++i) gradient[i] = static_cast<float>((own + 1) * (i % 997));
+    comm.reduce_scatter(queue, gradient.data(), sum.data(), kPart, DType::kF32, "test");
+    queue.synchronize();
+    size_t wrong = 0;
+    for (size_t i = own * kPart; i < std::min((own + 1) * kPart, kNumel); ++i) {
+      wrong += sum[i - own * kPart] != static_cast<float>(6 * (i % 997)) ? 1 : 0;
+    }
     EXPECT_EQ(wrong, 0u) << "rank " << own;
   });
 }

@@ -25,6 +25,7 @@ void step_in_pieces(OwnedShard& shard, const AdamHyper& hyper, int pieces, int t
 
 class EveryLayout : public ::testing::TestWithParam<Layout> {};
 
+// Case P-11.
 TEST_P(EveryLayout, GivesTheSameBitsOnEveryIsaThreadCountAndSplit) {
   if (available_isas().size() < 2) GTEST_SKIP() << "this processor has no AVX2";
   for (const int64_t numel :

@@ -60,6 +60,7 @@ class Mapping {
   size_t bytes_;
 };
 
+// Case N-11.
 TEST(CpuAdamLarge, UpdatesEveryElementBeyondTwoToTheThirtyFirst) {
   constexpr size_t kPlaneBytes = 2 * static_cast<size_t>(kNumel);
   constexpr size_t kTileBytes = 64 * kMiB;

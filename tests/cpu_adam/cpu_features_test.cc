@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <iterator>
 #include <numeric>
 #include <thread>
 
@@ -88,7 +89,21 @@ TEST(CpuFeatures, ThreadsAreThoseAskedForElseTheCores) {
   }
 }
 
+// Case P-11, with GivesTheSameBitsOnEveryIsaThreadCountAndSplit: the best that the processor has,
+// and less where that is asked for.
 TEST(CpuFeatures, MaxIsaCapsAndIsChecked) {
+  {
+    const ScopedEnv none("ORLOP_MAX_ISA", std::nullopt);
+    std::ifstream file("/proc/cpuinfo");
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    const auto has = [&](const char* flag) {
+      return text.find(std::string(" ") + flag + " ") != std::string::npos;
+    };
+    const bool avx2 = has("avx2") && has("fma") && has("f16c");
+    const bool avx512 =
+        avx2 && has("avx512f") && has("avx512bw") && has("avx512dq") && has("avx512vl");
+    EXPECT_EQ(active_isa(), avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kScalar);
+  }
   {
     const ScopedEnv scalar("ORLOP_MAX_ISA", "scalar");
     EXPECT_EQ(active_isa(), Isa::kScalar);

@@ -22,6 +22,7 @@
 
 #include "engine/backend_factory.h"
 #include "orlop/engine.h"
+#include "tests/engine/measured_peak.h"
 #include "tests/formats/support.h"
 #include "tests/support/engine_run.h"
 #include "tests/support/process.h"
@@ -43,45 +44,10 @@ std::ostream& operator<<(std::ostream& out, const RunKind& kind) {
              << (kind.has_weights ? ", weights from a file" : "");
 }
 
-struct MeasuredPeak {
-  double peak = 0;
-  double planned = 0;
-  double read = 0;  // from files while opening; of memory-ranks alone
-};
-
-// Peak resident bytes of a process that opens the model and trains two steps, as train_worker says
-// under `mode`.
-MeasuredPeak measure(const std::string& mode, const std::string& model,
-                     const std::vector<std::string>& how) {
-  std::vector<std::string> command = {ORLOP_TRAIN_WORKER, mode, model};
-  if (mode != "memory-ranks") command.push_back(model + "/run");
-  command.insert(command.end(), how.begin(), how.end());
-  ChildProcess worker(command);
-  const std::string line = worker.read_line().value_or("");
-  EXPECT_EQ(worker.wait(), 0);
-  MeasuredPeak measured;
-  std::string word;
-  std::istringstream(line) >> word >> measured.peak >> measured.planned >> measured.read;
-  EXPECT_EQ(word, "peak") << line;
-  return measured;
-}
-
-// What the model in folder / "large" takes beyond the one in folder / "tiny", beside its own plan.
-MeasuredPeak measure_beyond_tiny(const std::string& mode, const TempFolder& folder,
-                                 const std::vector<std::string>& how) {
-  MeasuredPeak measured = measure(mode, (folder / "large").string(), how);
-  measured.peak -= measure(mode, (folder / "tiny").string(), how).peak;
-  return measured;
-}
-
-void expect_as_planned(const MeasuredPeak& taken, const std::string& what) {
-  std::printf("%s: %.1f MiB planned, %.1f MiB taken\n", what.c_str(), taken.planned / 1048576,
-              taken.peak / 1048576);
-  EXPECT_NEAR(taken.peak, taken.planned, 0.05 * taken.planned) << what;
-}
-
 class PlannedMemory : public ::testing::TestWithParam<RunKind> {};
 
+// Cases R-01 (no more than 3 % above the plan), R-16 (states on a drive) and, of its host memory,
+// U-08.
 TEST_P(PlannedMemory, IsWhatTheRunTakes) {
   if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
@@ -136,13 +102,14 @@ TEST(PlannedMemoryOfAnEvaluation, IsTheWeights) {
   }
 }
 
-// Ranks of one machine hold every state once between them, each its part, also while they read the
-// weights: no rank has the whole model in memory at any moment, and each byte of the file is read
-// once.
+// Case R-07: ranks of one machine hold every state once between them, each its part, also while
+// they read the weights: no rank has the whole model in memory at any moment, and each byte of the
+// file is read once.
 TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
   if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const TempFolder folder;
-  TinyShape shape;  // large enough for the matmul workspace of three ranks, of which a run may use little
+  // Large enough for the matmul workspace of three ranks, of which a run may use little.
+  TinyShape shape;
   shape.hidden = 1024;
   shape.intermediate = 2816;
   shape.heads = 8;
@@ -179,7 +146,7 @@ TEST(PlannedMemoryOnDrives, IsWhatTheModelOfTheDemoTakesWithAQuarterOfItsStatesI
   std::filesystem::create_directory(folder / "tiny");
   spill(folder / "demo" / "config.json", tiny_config(TinyFamily::kLlamaTied, smollm2_shape()));
   spill(folder / "tiny" / "config.json", tiny_config(TinyFamily::kLlamaTied));
-  MeasuredPeak taken = measure("memory-tight", (folder / "demo").string(), {"0.25"});
+  MeasuredPeak taken = measure("memory-tight", (folder / "demo").string(), {"0.25", "1"});
   taken.peak -= measure("memory", (folder / "tiny").string(), {"-1", "1"}).peak;
   expect_as_planned(taken, "a quarter of the states in host memory");
 }
@@ -218,8 +185,8 @@ class MemoryGroup {
   bool works_ = false;
 };
 
-// A container with less memory than the states take: the process ends with the numbers and what to
-// do, before it has taken any of it, and is not killed.
+// Case R-06: a container with less memory than the states take: the process ends with the numbers
+// and what to do, before it has taken any of it, and is not killed.
 TEST(MemoryOfAControlGroup, IsTheBudgetAndTooLittleOfItIsOneError) {
   if (kSanitized) GTEST_SKIP() << "sanitizers take memory of their own";
   const MemoryGroup group(128 << 20);

@@ -244,7 +244,8 @@ TEST(Manifest, SurvivesKillAtAnyMoment) {
   EXPECT_LE(folder.names().size(), 3u);
 }
 
-// A second process loads whatever it sees as soon as it appears (fsync and rename come first).
+// Case C-20: a second process loads whatever it sees as soon as it appears (fsync and rename come
+// first).
 TEST(Manifest, AReaderNeverSeesHalfACheckpoint) {
   const TempFolder folder;
   constexpr int64_t kSaves = 100;

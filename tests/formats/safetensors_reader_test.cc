@@ -66,6 +66,7 @@ struct BadHeader {
   std::vector<std::string> text;  // what the message must say
 };
 
+// Case C-18: one_byte_too_many and the holes.
 std::vector<BadHeader> bad_headers() {
   const auto one = [](const std::string& name, const std::string& value) {
     return R"({")" + name + R"(":)" + value + "}";

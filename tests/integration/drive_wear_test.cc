@@ -123,6 +123,7 @@ TEST_F(DriveWearTest, CountsAreThoseOfAllRanks) {
 
 // A rank whose swap file something else has cut ends with an error that names the file; the others
 // do not wait for it.
+// Case S-02.
 TEST_F(DriveWearTest, AFaultOfOneRanksDriveEndsTheOthers) {
   std::mutex mutex;
   std::vector<std::string> reasons(kRanks);

@@ -178,8 +178,8 @@ TEST(UpdatesInBackward, AreThoseThatWaitForANormThatClipsNothing) {
   }
 }
 
-// Shares of the optimizer states and of the weights on drives: none, all, and some of the chunks of
-// every block or of the last ones.
+// Cases S-17 and S-18, of the engine: shares of the optimizer states and of the weights on drives:
+// none, all, and some of the chunks of every block or of the last ones.
 TEST_P(OffloadEqualsResident, ForEveryShareOnDrives) {
   const RunRecord expected = run_with(config_);
   config_.placement.swap_chunk = 4096;  // far less than a FlatParam has

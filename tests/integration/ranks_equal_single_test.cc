@@ -43,8 +43,10 @@ States with_gradients(States states) {
   return states;
 }
 
-// Cases D-09, D-12. The last step has one micro-batch less: with 2, 3 and 4 ranks one of them does
-// less than the others, so that the weight of every token must be that of all ranks.
+// Cases D-09, D-12, and N-05: gradients of a step's micro-batches stay with their rank and cross
+// once, which is the only way there is. The last step has one micro-batch less: with 2, 3 and 4
+// ranks one of them does less than the others, so that the weight of every token must be that of
+// all ranks.
 TEST_P(RanksEqualSingle, InTheFirstTwentyLosses) {
   const EngineConfig config = rank_config(Precision::kF32);
   const auto engine = Engine::open(model(), config);
@@ -85,6 +87,34 @@ TEST_P(RanksEqualSingle, InWhatIsTrained) {
       EXPECT_GE(moved, with_gradient - (with_gradient + 31) / 32)
           << name << ", " << ranks << " ranks";
     }
+  }
+}
+
+// Case N-17: without weight decay an element moves for its gradient alone, and by about the
+// learning rate in the first step: every one that has a gradient with one rank has moved with four.
+TEST_P(RanksEqualSingle, InEveryElementThatHasAGradient) {
+  EngineConfig config = rank_config(Precision::kF32);
+  config.optimizer.learning_rate = 1e-2;
+  config.optimizer.weight_decay = 0;
+  config.schedule.warmup_steps = 0;
+  const auto engine = Engine::open(model(), config);
+  const States before = read_states(*engine);
+  const RunOptions one_step{.until = 1, .last = -1};
+  const States single = run(*engine, one_step).states;
+  const States after = run_on_ranks(4, model(), config, one_step).states;
+  for (const auto& [name, gradients] : single) {
+    if (!name.ends_with(".exp_avg")) continue;
+    const std::string master =
+        name.substr(0, name.size() - std::string("exp_avg").size()) + "master";
+    size_t with_gradient = 0;
+    size_t moved = 0;
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (gradients[i] == 0) continue;
+      ++with_gradient;
+      moved += after.at(master)[i] != before.at(master)[i] ? 1 : 0;
+    }
+    EXPECT_GT(with_gradient, gradients.size() / 4) << name;
+    EXPECT_EQ(moved, with_gradient) << name;
   }
 }
 

@@ -46,7 +46,7 @@ struct Halves {
   RunRecord after;   // steps 5 to 14
 };
 
-// Ten steps beyond the save, on every pair of numbers.
+// Case C-01: ten steps beyond the save, on every pair of numbers.
 TEST_F(RanksResume, OnAnyNumberOfRanks) {
   const std::string model = write_model(TinyFamily::kLlama);
   std::vector<Halves> straight(kMaxRanks + 1);
@@ -149,14 +149,21 @@ TEST_F(RanksResume, SavesInTheBackground) {
   }
 }
 
-// No padding: the files together hold every element once.
+// Case C-04: sizes of which many are odd, and none is a multiple of what is aligned to. No padding:
+// the files together hold every element once, and another number of ranks finds them again.
 TEST_F(RanksResume, FilesHoldWhatTheirRankHas) {
-  const std::string model = write_model(TinyFamily::kLlama);
+  write_tiny_model(folder_ / "model", TinyFamily::kGpt2,
+                   {.hidden = 35, .heads = 5, .kv_heads = 5, .intermediate = 37, .positions = 47});
+  const std::string model = (folder_ / "model").string();
   const EngineConfig config = config_for(3, Precision::kF32);
   int64_t numel = 0;
+  States saved;
   run_engines(3, model, config, [&](Engine& engine) {
+    run_share(engine, kAllMicroBatches, {.until = 2, .last = 2});
     engine.save_checkpoint(run_dir("run"), "", 1);
+    const States states = read_states(engine);
     if (engine.rank() != 0) return;
+    saved = states;
     for (const TensorDescription& tensor : engine.tensors()) {
       int64_t elements = 1;
       for (const int64_t length : tensor.shape) elements *= length;
@@ -172,6 +179,10 @@ TEST_F(RanksResume, FilesHoldWhatTheirRankHas) {
   }
   EXPECT_EQ(stored, 3 * numel) << "master and two moments";
   EXPECT_FALSE(fs::exists(step / "optim" / "rank-3.safetensors"));
+  run_engines(2, model, config, [&](Engine& engine) {
+    engine.load_checkpoint(step.string());
+    EXPECT_TRUE(same_states(saved, read_states(engine)));
+  });
 }
 
 // The error names what is wrong, on every rank, before any state has changed.

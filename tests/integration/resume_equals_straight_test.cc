@@ -88,6 +88,7 @@ class Resume : public ::testing::Test {
   TempFolder folder_;
 };
 
+// Case C-11: saved from every kind of memory, the bytes are the same, and load into every kind.
 TEST_F(Resume, InAnyPlacementContinuesTheStraightRun) {
   struct Case {
     Precision precision;
@@ -104,15 +105,19 @@ TEST_F(Resume, InAnyPlacementContinuesTheStraightRun) {
     const States at_save = read_states(*straight);
     const std::string saved = straight->save_checkpoint(run_dir(), "at 4", 1);
     const RunRecord expected = run(*straight, to_end);
-    // What is saved does not tell where it was.
-    EngineConfig swapped = config;
-    swap_states(swapped, 5, 2);
-    straight = Engine::open(model, swapped);
-    run(*straight, {.until = 4});
-    const std::string again = straight->save_checkpoint((folder_ / "swapped").string(), "at 4", 1);
-    const char* const states = "optim/rank-0.safetensors";
-    EXPECT_TRUE(slurp(fs::path(saved) / states) == slurp(fs::path(again) / states));
     straight.reset();
+    // What is saved does not tell where it was: host memory, that of the device, or a drive.
+    for (const auto& elsewhere :
+         {+[](EngineConfig& c) { swap_states(c, 5, 2); },
+          +[](EngineConfig& c) { c.placement.device_optimizer_blocks = 5; }}) {
+      EngineConfig moved = config;
+      elsewhere(moved);
+      const auto other = Engine::open(model, moved);
+      run(*other, {.until = 4});
+      const std::string again = other->save_checkpoint((folder_ / "moved").string(), "at 4", 1);
+      const char* const states = "optim/rank-0.safetensors";
+      EXPECT_TRUE(slurp(fs::path(saved) / states) == slurp(fs::path(again) / states));
+    }
     for (const Placement& placement : kPlacements) {
       EngineConfig other = config;
       placement.apply(other);
@@ -123,6 +128,35 @@ TEST_F(Resume, InAnyPlacementContinuesTheStraightRun) {
       EXPECT_TRUE(same_states(at_save, read_states(*resumed))) << placement.name;
       EXPECT_TRUE(same_bits(expected, run(*resumed, to_end))) << placement.name;
     }
+  }
+}
+
+// Case C-16: the checkpoint holds what was on the drive. Neither the swap directory nor the folders
+// of the first run are there any more when another one goes on.
+TEST_F(Resume, WithoutTheDriveThatHeldTheStates) {
+  const std::string model = write_model(TinyFamily::kLlama);
+  EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.nvme.paths = {(folder_ / "swap").string()};
+  config.placement.nvme_optimizer_blocks = config.placement.nvme_param_blocks = 5;
+  config.placement.swap_chunk = 4096;
+  auto engine = Engine::open(model, config);
+  run(*engine, {.until = 3});
+  const States saved = read_states(*engine);
+  engine->save_checkpoint(run_dir(), "", 1);
+  const RunRecord expected = run(*engine, {.from = 4, .until = 6});
+  engine.reset();
+  fs::remove_all(folder_ / "swap");
+  fs::create_directory(folder_ / "elsewhere");
+  for (const char* name : {"model", "run"})
+    fs::rename(folder_ / name, folder_ / "elsewhere" / name);
+
+  const EngineConfig in_memory = tiny_engine_config(Precision::kBF16);
+  config.nvme.paths = {(folder_ / "elsewhere" / "swap").string()};
+  for (const EngineConfig& other : {config, in_memory}) {
+    const auto resumed = Engine::open((folder_ / "elsewhere" / "model").string(), other);
+    resumed->load_checkpoint(Engine::latest_checkpoint((folder_ / "elsewhere" / "run").string()));
+    EXPECT_TRUE(same_states(saved, read_states(*resumed)));
+    EXPECT_TRUE(same_bits(expected, run(*resumed, {.from = 4, .until = 6})));
   }
 }
 

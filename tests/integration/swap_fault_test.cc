@@ -89,23 +89,27 @@ class SwapFaults : public ::testing::Test {
   RunRecord expected_;
 };
 
-// Requests of an engine that has opened, trained two steps and saved are let through.
+// Cases S-10 and S-13: requests of an engine that has opened, trained two steps and saved are let
+// through. A drive that is full in the middle tells what is free.
 TEST_F(SwapFaults, AnUnreadableOrUnwritableChunkIsOneErrorAndTheCheckpointResumes) {
   struct Case {
     IoOp op;
     int skip;  // requests of that kind in the failing step that still succeed
     const char* operation;
+    int error = EIO;
+    const char* reason = "Input/output error";
   };
   for (const Case c : {Case{IoOp::kRead, 0, "swap_in of shard"},
                        {IoOp::kRead, 9, "swap_in of shard"},
                        {IoOp::kRead, 40, "swap_in of shard"},
                        {IoOp::kWrite, 0, "swap_out of shard"},
-                       {IoOp::kWrite, 7, "swap_out of shard"}}) {
+                       {IoOp::kWrite, 7, "swap_out of shard"},
+                       {IoOp::kWrite, 7, "swap_out of shard", ENOSPC, "are free"}}) {
     std::atomic<bool> broken{false};
     std::atomic<int> seen{0};
     const Faults faults([&](const IoRequest& request, uint64_t) {
       const bool fails = broken && request.op == c.op && seen++ >= c.skip;
-      return fails ? Fault::fail(EIO) : Fault::none();
+      return fails ? Fault::fail(c.error) : Fault::none();
     });
     auto engine = open();
     run(*engine, {.until = 2});
@@ -116,7 +120,7 @@ TEST_F(SwapFaults, AnUnreadableOrUnwritableChunkIsOneErrorAndTheCheckpointResume
     EXPECT_THAT(text, HasSubstr(c.operation));
     EXPECT_THAT(text, HasSubstr("orlop-r0.swap"));
     EXPECT_THAT(text, HasSubstr("offset"));
-    EXPECT_THAT(text, HasSubstr("Input/output error"));
+    EXPECT_THAT(text, HasSubstr(c.reason));
     expect_resumes(std::move(engine));
   }
 }
@@ -179,8 +183,8 @@ TEST_F(SwapFaults, ShortLateAndRepeatedTransfersGiveTheSameBits) {
   EXPECT_TRUE(same_bits(expected_, run(*engine, {.until = kLast})));
 }
 
-// What the caller throws is what is seen: the engine that goes with it waits for its drives, says
-// nothing and leaves nothing behind.
+// Case S-20: what the caller throws is what is seen: the engine that goes with it waits for its
+// drives, says nothing and leaves nothing behind.
 TEST_F(SwapFaults, AnExceptionOfTheCallerEndsTheEngineWhileTransfersAreUnderWay) {
   const Faults faults([](const IoRequest& request, uint64_t) {
     return Fault::late(std::chrono::milliseconds(request.op == IoOp::kWrite ? 5 : 0));
@@ -229,8 +233,8 @@ TEST_F(SwapFaults, ARemovedDirectoryDoesNotDisturbTheRun) {
   EXPECT_TRUE(same_states(expected_.states, run(*engine, {.from = 3, .until = kLast}).states));
 }
 
-// Where the page cache cannot be passed by, or a layer lies between: the same bits, and one line
-// that says so. ext4 has no direct I/O while it journals data.
+// Cases S-11 and S-12: where the page cache cannot be passed by, or a layer lies between: the same
+// bits, and one line that says so. ext4 has no direct I/O while it journals data.
 TEST_F(SwapFaults, EveryFileSystemGivesTheSameBits) {
   struct Place {
     const char* name;
@@ -263,7 +267,7 @@ TEST_F(SwapFaults, EveryFileSystemGivesTheSameBits) {
   }
 }
 
-// A file system in user space, where nothing can be allocated ahead.
+// Case S-11: a file system in user space, where nothing can be allocated ahead.
 TEST_F(SwapFaults, AFileSystemInUserSpaceGivesTheSameBits) {
   const nvme::FuseMount mount;
   ORLOP_SKIP_UNLESS_MOUNTED(mount);
@@ -271,11 +275,17 @@ TEST_F(SwapFaults, AFileSystemInUserSpaceGivesTheSameBits) {
   for (const std::string engine : {"io_uring", "threads"}) {
     if (engine == "io_uring" && report_io().engine != engine) continue;
     config_.nvme.engine = engine;
-    EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast}))) << engine;
+    testing::internal::CaptureStderr();
+    const RunRecord found = run(*open(), {.until = kLast});
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_TRUE(same_bits(expected_, found)) << engine;
+    // Where it takes direct requests, as newer kernels do, there is nothing to tell.
+    EXPECT_LE(std::count(said.begin(), said.end(), '\n'), 1) << said;
     EXPECT_TRUE(fs::is_empty(mount.path())) << engine;
   }
 }
 
+// Case S-13: what was freed is enough for the next start.
 TEST_F(SwapFaults, AFullDriveIsFoundAtTheStartWithTheBytesMissing) {
   auto mount = nvme::Mount::tmpfs(1);
   ORLOP_SKIP_UNLESS_MOUNTED(mount);
@@ -340,9 +350,13 @@ TEST_F(SwapFaults, TheLimitOfWritesPerDayStopsTheRunBetweenSteps) {
   EXPECT_TRUE(same_states(expected_.states, rest.states));
 }
 
+// Case U-08, of drives: a header's pages are all that the file has beside what was planned.
 TEST_F(SwapFaults, CountersTellWhatWasPlanned) {
   const auto engine = open();
   run(*engine, {.until = 1});
+  const auto planned = static_cast<double>(engine->plan().nvme_bytes);
+  EXPECT_NEAR(static_cast<double>(fs::file_size(folder_ / "swap" / "orlop-r0.swap")), planned,
+              0.05 * planned);
   const Stats before = engine->stats();
   engine->step(batches_of_step(config_, 61, 2));
   std::vector<float> value(static_cast<size_t>(engine->tensors().front().shape.front() *

@@ -12,7 +12,8 @@
 //                                                    swap directory), clipped
 //                                                    to CLIP, saves and loads; prints "peak", its
 //                                                    peak resident bytes, the plan's
-//   train_worker memory-tight MODEL RUN_DIR SHARE    the same with the least device memory and host
+//   train_worker memory-tight MODEL RUN_DIR SHARE CLIP
+//                                                    the same with the least device memory and host
 //                                                    memory of SHARE of the states, the rest in a
 //                                                    swap directory
 //   train_worker memory-eval MODEL RUN_DIR DEVICE_BLOCKS
@@ -31,6 +32,7 @@
 #include <iostream>
 #include <string>
 
+#include "formats/safetensors.h"
 #include "orlop/engine.h"
 #include "tests/support/engine_run.h"
 #include "tests/support/process.h"
@@ -97,7 +99,8 @@ void run_and_print_peak(const std::string& model, const std::string& run_dir,
 
 EngineConfig memory_config(const std::string& model) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
-  config.from_scratch = !std::filesystem::exists(model + "/model.safetensors");
+  config.from_scratch = !std::filesystem::exists(model + "/" + kSafetensorsFileName) &&
+                        !std::filesystem::exists(model + "/" + kSafetensorsIndexName);
   return config;
 }
 
@@ -126,8 +129,10 @@ void measure_memory_of_evaluation(const std::string& model, int device_blocks) {
   print_peak(*engine);
 }
 
-void measure_tight_memory(const std::string& model, const std::string& run_dir, double share) {
+void measure_tight_memory(const std::string& model, const std::string& run_dir, double share,
+                          double clip) {
   EngineConfig config = memory_config(model);
+  config.optimizer.max_grad_norm = clip;
   EngineConfig least = config;
   least.placement.resident_blocks = 0;
   least.placement.device_optimizer_blocks = 0;
@@ -178,8 +183,8 @@ int main(int argc, char** argv) {
       orlop::test::train_on_a_drive(argv[2], argv[3], argv[4]);
     } else if (mode == "memory" && argc == 6) {
       orlop::test::measure_memory(argv[2], argv[3], std::atoi(argv[4]), std::atof(argv[5]));
-    } else if (mode == "memory-tight" && argc == 5) {
-      orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]));
+    } else if (mode == "memory-tight" && argc == 6) {
+      orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]), std::atof(argv[5]));
     } else if (mode == "memory-eval" && argc == 5) {
       orlop::test::measure_memory_of_evaluation(argv[2], std::atoi(argv[4]));
     } else if (mode == "memory-ranks" && argc == 4) {
@@ -188,7 +193,7 @@ int main(int argc, char** argv) {
       std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
                    "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
                    "DEVICE_BLOCKS CLIP | memory-eval MODEL RUN_DIR DEVICE_BLOCKS | memory-tight "
-                   "MODEL RUN_DIR SHARE | memory-ranks MODEL RANKS\n";
+                   "MODEL RUN_DIR SHARE CLIP | memory-ranks MODEL RANKS\n";
       return 2;
     }
   } catch (const std::exception& error) {

@@ -58,6 +58,7 @@ std::string error_of(ErrorCode code, const std::function<void()>& action) {
   return "";
 }
 
+// Case R-01: what is asked for is mapped, to the page; no allocator rounds it up.
 TEST(HostArena, IsPageAlignedZeroAndResident) {
   // A prime number of pages, over several threads' worth of memory.
   constexpr size_t kBytes = 41'017 * kPageBytes;

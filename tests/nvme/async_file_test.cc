@@ -46,6 +46,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, AsyncFileOnBackend,
                                   (std::get<1>(info.param) ? "_direct" : "_buffered");
                          });
 
+// Cases S-01 and S-10: past the page cache and through it; the file is as long as what was written.
 TEST_P(AsyncFileOnBackend, EverySizeAndEveryAlignmentComesBack) {
   TempDir dir;
   AsyncFile files(options());
@@ -68,6 +69,7 @@ TEST_P(AsyncFileOnBackend, EverySizeAndEveryAlignmentComesBack) {
   }
 }
 
+// Case S-10.
 TEST_P(AsyncFileOnBackend, OffsetsNeedNoAlignmentAndNothingAroundChanges) {
   TempDir dir;
   AsyncFile files(options());

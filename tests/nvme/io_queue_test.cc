@@ -62,6 +62,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, IoQueueOnBackend,
                          ::testing::Values(IoEngine::kUring, IoEngine::kThreads),
                          [](const auto& info) { return engine_name(info.param); });
 
+// Case S-23.
 TEST_P(IoQueueOnBackend, HundredRequestsAtDepthFourAllEndAlsoTheEmptyOne) {
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 4);
   std::atomic<uint64_t> calls{0};
@@ -91,6 +92,7 @@ TEST_P(IoQueueOnBackend, HundredRequestsAtDepthFourAllEndAlsoTheEmptyOne) {
   EXPECT_TRUE(has_pattern(back.span(), 1));
 }
 
+// Case S-13, of the short ones.
 TEST_P(IoQueueOnBackend, ShortTransfersOfEveryLengthAreFinished) {
   const std::vector<size_t> cuts = {1,    511,  512,  513,   4095,  4096,      4097,
                                     8191, 8192, 8193, 12287, 12288, kBlock - 1};
@@ -115,21 +117,24 @@ TEST_P(IoQueueOnBackend, ShortTransfersOfEveryLengthAreFinished) {
   }
 }
 
+// Case S-03, with the two tests of signals below: EINTR and EAGAIN where a request is taken or not,
+// and where it ends.
 TEST_P(IoQueueOnBackend, InterruptedAndRefusedRequestsAreTriedAgain) {
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 8);
   std::mt19937_64 random(11);
-  IoQueue queue(faulty(std::move(real),
-                       [random](const IoRequest&, uint64_t) mutable {
-                         switch (random() % 4) {
-                           case 0:
-                             return Fault::fail(EINTR);
-                           case 1:
-                             return Fault::fail(EAGAIN);
-                           default:
-                             return Fault::none();
-                         }
-                       }),
-                options());
+  auto storm = std::make_unique<FaultyBackend>(std::move(real),
+                                               [random](const IoRequest&, uint64_t) mutable {
+                                                 switch (random() % 4) {
+                                                   case 0:
+                                                     return Fault::fail(EINTR);
+                                                   case 1:
+                                                     return Fault::fail(EAGAIN);
+                                                   default:
+                                                     return Fault::none();
+                                                 }
+                                               });
+  storm->limit_submissions([random](size_t offered) mutable { return random() % (offered + 1); });
+  IoQueue queue(std::move(storm), options());
   AlignedMemory memory(64 * kBlock, 4096);
   AlignedMemory back(64 * kBlock, 4096);
   fill_pattern(memory.span(), 2);
@@ -153,6 +158,7 @@ TEST_P(IoQueueOnBackend, ARequestThatNeverSucceedsEndsInAnError) {
   }
 }
 
+// Case S-04.
 TEST_P(IoQueueOnBackend, AFailedBatchIsAccountedForAndTheNextOneWaitsForItself) {
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 16);
   IoQueue queue(faulty(std::move(real),
@@ -293,6 +299,7 @@ TEST_P(IoQueueOnBackend, TheDestructorGivesUpAfterItsLimit) {
   EXPECT_EQ(read.wait_error(), nullptr);  // the memory stayed in use until here
 }
 
+// Case S-03.
 TEST_P(IoQueueOnBackend, ATimerSignalEveryMillisecondChangesNothing) {
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 8);
   IoQueue queue(std::move(real), options());
@@ -317,7 +324,7 @@ TEST_P(IoQueueOnBackend, ATimerSignalEveryMillisecondChangesNothing) {
   EXPECT_TRUE(all_right);
 }
 
-// The thread that owns the backend takes the signals itself here.
+// Case S-03: the thread that owns the backend takes the signals itself here.
 TEST_P(IoQueueOnBackend, ABackendThatIsInterruptedWhileItWaitsLosesNothing) {
   ORLOP_MAKE_BACKEND_OR_SKIP(backend, GetParam(), 8);
   struct sigaction before {};
@@ -391,6 +398,7 @@ class NullBackend final : public IoBackend {
   bool woken_ = false;
 };
 
+// Case S-05, of writes.
 TEST(IoQueue, CutsAWriteOfFiveGiBIntoBlocksWithoutGapOrOverlap) {
   auto backend = std::make_unique<NullBackend>();
   NullBackend& null = *backend;

@@ -21,6 +21,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, LargeTransfer,
                          ::testing::Values(IoEngine::kUring, IoEngine::kThreads),
                          [](const auto& info) { return engine_name(info.param); });
 
+// Case S-05.
 TEST_P(LargeTransfer, SingleTransfersBeyondTwoGiBAreComplete) {
   TempDir dir;
   const std::string path = dir / "data";
@@ -61,6 +62,7 @@ TEST_P(LargeTransfer, SingleTransfersBeyondTwoGiBAreComplete) {
 }
 
 #ifdef ORLOP_HAVE_URING
+// Case S-06.
 TEST(RegisteredMemory, APoolOfThreeGiBIsRegisteredInPiecesThatNoSlotStraddles) {
   std::unique_ptr<UringBackend> backend;
   try {

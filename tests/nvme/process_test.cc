@@ -10,11 +10,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 
 #include "base/bytes.h"
 #include "child.h"
+#include "nvme/direct_io.h"
 #include "nvme/io_backend.h"
+#include "nvme/io_queue.h"
 #include "nvme/swapper.h"
 #include "support.h"
 #ifdef ORLOP_HAVE_URING
@@ -27,6 +33,9 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
+
+// What is told of these machines is no warning; the logger asks once. A level from outside wins.
+[[maybe_unused]] const int kTold = ::setenv("ORLOP_LOG", "info", 0);
 
 constexpr unsigned kSetup = 425;  // io_uring_setup, io_uring_enter, io_uring_register
 constexpr unsigned kEnter = 426;
@@ -103,21 +112,28 @@ INSTANTIATE_TEST_SUITE_P(
                       Denial{kEnter, kEnter, EPERM, "io_uring_enter", "seccomp"},
                       Denial{kRegister, kRegister, EPERM, "io_uring_register", "seccomp"}));
 
+// Case S-08; one line tells of it, whatever the number of swappers. How fast threads are,
+// AreNotMuchSlowerThanTheRing measures.
 TEST_P(DeniedUring, ThreadsTakeOverWithTheSameBytes) {
   if (!has_uring()) GTEST_SKIP() << "no io_uring to deny";
-  TempDir dir;
+  TempDir dir, other;
   const Denial denial = GetParam();
   const std::string report = run_in_child([&] {
+    ::testing::internal::CaptureStderr();
     deny(denial.first, denial.last, denial.error);
     Swapper swapper(eight_chunks(dir.path()));
+    const Swapper second(eight_chunks(other.path()));
     AlignedMemory memory(4 * kMiB, 4096);
     return swap_round(swapper, memory.span()) + ", " + std::string(swapper.backend_name()) + ": " +
-           swapper.backend_reason();
+           swapper.backend_reason() + "\n" + ::testing::internal::GetCapturedStderr();
   });
   EXPECT_THAT(report, AllOf(StartsWith("right, threads: "), HasSubstr(denial.call),
                             HasSubstr(denial.cause)));
+  EXPECT_THAT(report, HasSubstr("\n[orlop] [info] swapping with reads and writes on threads: "));
+  EXPECT_EQ(std::count(report.begin(), report.end(), '\n'), 2) << report;
 }
 
+// Case S-09.
 TEST_P(DeniedUring, ForcingTheRingTellsCallCauseAndRemedies) {
   if (!has_uring()) GTEST_SKIP() << "no io_uring to deny";
   const Denial denial = GetParam();
@@ -130,6 +146,37 @@ TEST_P(DeniedUring, ForcingTheRingTellsCallCauseAndRemedies) {
                             HasSubstr("profile"), HasSubstr("set nvme.engine to auto or threads")));
 }
 
+// Seconds that the engine takes to write 32 MiB and to read them: the shortest of five.
+double seconds_of(IoEngine engine, const std::string& path) {
+  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  enable_direct_io(fd.get());
+  AlignedMemory memory(32 * kMiB, 4096);
+  fill_pattern(memory.span(), 1);
+  IoQueue queue(make_io_backend(engine, 8).backend, {});
+  double shortest = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (const IoOp op : {IoOp::kWrite, IoOp::kRead}) {
+      start_transfer(queue, op, fd.get(), 0, memory.span()).wait();
+    }
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    shortest = std::min(shortest, took.count());
+  }
+  return shortest;
+}
+
+// Case S-08.
+TEST(ThreadsOfIo, AreNotMuchSlowerThanTheRing) {
+  if (!has_uring()) GTEST_SKIP() << "no io_uring to compare with";
+  TempDir dir;
+  const double ring = seconds_of(IoEngine::kUring, dir / "ring");
+  const double threads = seconds_of(IoEngine::kThreads, dir / "threads");
+  std::printf("32 MiB there and back: %.1f ms through the ring, %.1f ms by threads\n", 1e3 * ring,
+              1e3 * threads);
+  EXPECT_LT(threads, 2 * ring);
+}
+
+// Case S-08, where the sysctl forbids it.
 TEST(UringRefusals, NameTheSysctlAndTheLimitOfLockedMemory) {
   EXPECT_THAT(explain_uring_error("io_uring_setup", EPERM, 2),
               AllOf(HasSubstr("kernel.io_uring_disabled is 2"), HasSubstr("errno 1")));
@@ -162,7 +209,8 @@ TEST(UringRefusals, ARingThatIsForbiddenInTheMiddleDrainsAndFails) {
   EXPECT_THAT(report, AllOf(StartsWith("error: test transfer: read of "), HasSubstr("errno 1")));
 }
 
-// RLIMIT_MEMLOCK is waived for CAP_IPC_LOCK, so the child becomes an ordinary user.
+// Case S-07: one line tells of the limit. RLIMIT_MEMLOCK is waived for CAP_IPC_LOCK, so the child
+// becomes an ordinary user.
 TEST(LockedMemory, ALowLimitMeansPlainRequestsWithTheSameBytes) {
   if (!has_uring()) GTEST_SKIP() << "no io_uring here";
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become a user without CAP_IPC_LOCK";
@@ -174,6 +222,7 @@ TEST(LockedMemory, ALowLimitMeansPlainRequestsWithTheSameBytes) {
       if (::setrlimit(RLIMIT_MEMLOCK, &low) != 0 || ::setgid(65534) != 0 || ::setuid(65534) != 0) {
         return "no other user";
       }
+      ::testing::internal::CaptureStderr();
       AlignedMemory memory(8 * kMiB, 4096);
       try {
         UringBackend backend(4);
@@ -182,10 +231,17 @@ TEST(LockedMemory, ALowLimitMeansPlainRequestsWithTheSameBytes) {
       } catch (const Error& error) {  // some kernels count the ring itself
         if (std::string(error.what()).find("ulimit -l") == std::string::npos) return error.what();
       }
+      static_cast<void>(::testing::internal::GetCapturedStderr());
+      ::testing::internal::CaptureStderr();
       Swapper swapper(eight_chunks(dir.path()));
-      return swap_round(swapper, memory.span());
+      const std::string found = swap_round(swapper, memory.span());
+      return found + "\n" + ::testing::internal::GetCapturedStderr();
     });
-    EXPECT_EQ(report, "right") << "with a limit of " << limit;
+    EXPECT_THAT(report, AllOf(StartsWith("right\n[orlop] [info] "),
+                              HasSubstr("the limit of locked memory is " + format_bytes(limit)),
+                              HasSubstr("raise it (ulimit -l)")))
+        << "with a limit of " << limit;
+    EXPECT_EQ(std::count(report.begin(), report.end(), '\n'), 2) << report;
   }
 }
 

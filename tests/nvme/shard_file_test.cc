@@ -29,6 +29,7 @@ ShardFileOptions in(const std::string& directory, int rank = 0, const std::strin
 
 bool exists(const std::string& path) { return std::filesystem::exists(path); }
 
+// Case S-16, with the five tests below and that of a full disk; a name with a space.
 TEST(ShardFile, MakesTheDirectoryAndRemovesItsFileAtTheEnd) {
   TempDir dir;
   const std::string nested = dir / "a b/c\xc3\xa9/d";
@@ -87,6 +88,7 @@ TEST(ShardFile, RefusesADirectoryWithoutPermission) {
               AllOf(StartsWith("error: "), HasSubstr(dir.path()), HasSubstr("Permission denied")));
 }
 
+// Case S-15, with the test below.
 TEST(ShardFile, ASecondEngineIsRefusedInTheSameProcess) {
   TempDir dir;
   ShardFile first(in(dir.path()));
@@ -247,6 +249,7 @@ TEST(ShardFile, AKeptFileTellsWhatItHoldsUntilTheNextRun) {
   EXPECT_FALSE(exists(path));
 }
 
+// Cases S-13 and S-16: before anything is written.
 TEST(ShardFile, AFullDiskIsFoundAtTheStartWithTheBytesMissing) {
   const Mount mount = Mount::tmpfs(8);
   ORLOP_SKIP_UNLESS_MOUNTED(mount);
@@ -267,6 +270,8 @@ TEST(ShardFile, AFullDiskIsFoundAtTheStartWithTheBytesMissing) {
   fits.reserve(4096, 4 * kMiB, 0);
 }
 
+// Case S-12: what holds for one file system is not taken for another's. The line that warns of a
+// swap file in memory, EveryFileSystemGivesTheSameBits reads.
 TEST(ShardFile, DirectIoIsAskedOfEveryFileSystem) {
   TempDir dir;
   const Mount memory = Mount::tmpfs(8);

@@ -191,6 +191,7 @@ TEST_P(SwapperFault, StormsOfSmallFaultsChangeNoByte) {
   }
 }
 
+// Case S-19: two weights of three and a half slots each, and two slots.
 TEST_P(SwapperFault, TwoSlotsAreEnoughForAnyNumberOfChunks) {
   TempDir dir;
   std::mt19937_64 random(9);
@@ -198,17 +199,26 @@ TEST_P(SwapperFault, TwoSlotsAreEnoughForAnyNumberOfChunks) {
     return Fault::late(std::chrono::microseconds(random() % 1000));
   });
   ORLOP_SKIP_WITHOUT(late);
-  Swapper swapper(options({dir.path()}, 7), std::move(late));
+  auto chosen = options({dir.path()}, 0);
+  for (const int32_t weight : {0, 1}) {
+    for (const int32_t piece : {0, 1, 2, 3}) {
+      chosen.chunks.push_back({{weight, piece}, piece < 3 ? kSlotBytes : kSlotBytes / 2});
+    }
+  }
+  Swapper swapper(chosen, std::move(late));
   SlotPool two("two", memory_.span().first(2 * kSlotBytes), kSlotBytes);
+  const auto seed_of = [](ChunkKey key, int64_t version) {
+    return seed(10 * key.shard + key.chunk, version);
+  };
   for (int64_t version = 1; version <= 10; ++version) {
-    for (int32_t shard = 0; shard < 7; ++shard) {
+    for (const auto& [key, bytes] : chosen.chunks) {
       SlotLease slot = two.acquire();
       if (version > 1) {
-        slot = swapper.swap_in({{shard, 0}, version - 1, shard}, std::move(slot)).wait();
-        ASSERT_TRUE(has_pattern(slot.span().first(kChunkBytes), seed(shard, version - 1)));
+        slot = swapper.swap_in({key, version - 1, key.chunk}, std::move(slot)).wait();
+        ASSERT_TRUE(has_pattern(slot.span().first(bytes), seed_of(key, version - 1)));
       }
-      fill_pattern(slot.span().first(kChunkBytes), seed(shard, version));
-      swapper.swap_out({{shard, 0}, version, shard}, std::move(slot));
+      fill_pattern(slot.span().first(bytes), seed_of(key, version));
+      swapper.swap_out({key, version, key.chunk}, std::move(slot));
     }
   }
   swapper.flush();
@@ -293,6 +303,7 @@ TEST_P(SwapperFault, VerifyFindsWhatItPromises) {
   }
 }
 
+// Case S-02; that the other ranks learn of it, AFaultOfOneRanksDriveEndsTheOthers shows.
 TEST_P(SwapperFault, ASwapFileThatChangedItsLengthIsToldWithBothLengths) {
   for (const int change : {0, 1, 2}) {
     TempDir dir;
@@ -324,6 +335,7 @@ TEST_P(SwapperFault, ADirectoryThatIsRemovedDoesNotStopTheRun) {
   EXPECT_TRUE(in(swapper, 0, 2));
 }
 
+// Case S-20.
 TEST_P(SwapperFault, AnExceptionOfTheUserIsWhatIsSeenWhileSwapsAreInFlight) {
   TempDir dir;
   auto late = backend([](const IoRequest&, uint64_t) { return Fault::late(milliseconds(50)); });
@@ -369,6 +381,7 @@ TEST_P(SwapperFault, ADriveThatHangsDoesNotHangTheEnd) {
   EXPECT_EQ(pool_.in_use(), 0u);
 }
 
+// Case S-10.
 TEST_P(SwapperFault, BadSlotsAreRefusedAtOnce) {
   const Mount drive = Mount::ext4(32, 512);
   ORLOP_SKIP_UNLESS_MOUNTED(drive);

@@ -70,6 +70,7 @@ void expect_chunk(Swapper& swapper, SlotPool& pool, const ChunkSpec& chunk, int6
       << "shard " << chunk.key.shard << " chunk " << chunk.key.chunk;
 }
 
+// Case S-01; that padding is no data, VerifyFindsWhatItPromises shows.
 TEST_P(SwapperOnBackend, EverySizeComesBackBitForBit) {
   TempDir dir;
   std::vector<ChunkSpec> chunks;
@@ -121,6 +122,7 @@ TEST_P(SwapperOnBackend, AReadOfAChunkWaitsForTheWriteBeforeIt) {
   }
 }
 
+// Case R-11.
 TEST_P(SwapperOnBackend, ThousandCyclesWithFourSlotsReturnEverySlot) {
   TempDir dir;
   ORLOP_MAKE_BACKEND_OR_SKIP(real, GetParam(), 8);

@@ -412,10 +412,17 @@ def test_beside_a_device_that_takes_what_fits(tmp_path, monkeypatch, room):
 
 
 def test_optimizers_of_one_process_share_a_directory(tmp_path):
+    """Case S-15: each has a file of its own, and the losses of a run alone."""
     models = [Model(), Model()]
     optimizers = [orlop.AdamW(m.parameters(), nvme=[str(tmp_path)]) for m in models]
     assert len(list(tmp_path.glob("*.swap"))) == 2
-    assert train(models[0], optimizers[0]) == train(models[1], optimizers[1])
+    alone = Model()
+    expected = train(alone, orlop.AdamW(alone.parameters()), 20)
+    losses = [[], []]
+    for step in range(20):
+        for own, model, optimizer in zip(losses, models, optimizers, strict=True):
+            own += train(model, optimizer, 1, first=step)
+    assert losses == [expected, expected]
     for optimizer in optimizers:
         optimizer.close()
     assert_no_files(tmp_path)

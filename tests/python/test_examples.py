@@ -54,6 +54,7 @@ def plain():
     ],
 )
 def test_example(before, name, limit, plain):
+    """Case U-10, of the examples."""
     assert len(changed_lines(before, name)) <= limit, changed_lines(before, name)
     got = losses(name)
     assert len(got) == len(plain) == 30

@@ -394,8 +394,18 @@ def test_master_and_gradient_within_reach():
     ],
 )
 def test_mistakes_are_named(arguments, error, text):
+    """After a refusal the model is the plain one, which trains as if nothing had been asked."""
+    model = Model()
     with pytest.raises(error, match=text):
-        orlop.wrap(Model(), **arguments)
+        orlop.wrap(model, **arguments)
+    expected, before = Model(), Model()
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+    for m in (model, expected):
+        optimizer = orlop.AdamW(m.parameters(), lr=1e-2)
+        train(m, optimizer, 2)
+    for p, q, r in zip(model.parameters(), expected.parameters(), before.parameters(), strict=True):
+        assert torch.equal(p, q) and not torch.equal(p, r)
+    orlop.wrap(model)
 
 
 def test_wrapped_twice_and_unwrapped():
