@@ -322,6 +322,19 @@ void bind_tensor_optimizer(py::module_& module) {
             return std::tuple{norm.square_sum, norm.first_tensor, norm.first_element};
           },
           py::arg("gradients"), "(sum of squares, first tensor with NaN or Inf or -1, element).")
+      .def(
+          "norms",
+          [](OptimizerHandle& self, const std::vector<GradientView>& gradients) {
+            const py::gil_scoped_release release;
+            std::vector<std::pair<double, int64_t>> norms;
+            norms.reserve(gradients.size());
+            for (const GradientView& gradient : gradients) {
+              const GradientNorm norm = self.get().norm({&gradient, 1});
+              norms.emplace_back(norm.square_sum, norm.first_element);
+            }
+            return norms;
+          },
+          py::arg("gradients"), "(sum of squares, first NaN or Inf or -1) of each of them.")
       .def("update", &OptimizerHandle::update, py::arg("updates"), py::arg("grad_scale"),
            py::arg("step"), py::arg("gradients"),
            "Submits updates; `gradients` are referenced until synchronize().")

@@ -1,5 +1,3 @@
-#include <omp.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include "cpu_adam/adam.h"
 #include "cpu_adam/fp_environment.h"
 #include "cpu_adam/kernel_table.h"
+#include "cpu_adam/thread_share.h"
 
 namespace orlop {
 namespace {
@@ -206,17 +205,10 @@ void adam_step(const AdamShard& shard, const AdamHyper& hyper, float grad_scale,
       active_kernels().adam[master_layout(shard.compute_dtype)][moment_format(shard.moment_dtype)]
                            [grad_format(shard.grad_dtype)];
   const int64_t grains = ceil_div(shard.numel, kThreadGrain);
-  const auto team = static_cast<int>(std::min<int64_t>(threads, std::max<int64_t>(grains, 1)));
-#pragma omp parallel num_threads(team)
-  {
-    // OpenMP may give fewer threads than asked for: the split follows what there is.
-    const int64_t count = omp_get_num_threads();
-    const int64_t rank = omp_get_thread_num();
-    const int64_t begin = grains / count * rank + std::min(rank, grains % count);
-    const int64_t end = begin + grains / count + (rank < grains % count ? 1 : 0);
+  share_between_threads(grains, threads, [&](int64_t begin, int64_t end) {
     run_range(shard, hyper, constants, kernel, begin * kThreadGrain,
               std::min(end * kThreadGrain, shard.numel));
-  }
+  });
 }
 
 }  // namespace orlop

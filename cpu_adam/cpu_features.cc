@@ -74,7 +74,7 @@ const char* isa_name(Isa isa) {
 }
 
 Isa active_isa() {
-  const Isa widest = widest_isa();
+  static const Isa widest = widest_isa();  // in a virtual machine the question takes microseconds
   const char* limit = std::getenv("ORLOP_MAX_ISA");
   if (limit == nullptr || *limit == '\0') return widest;
   for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {

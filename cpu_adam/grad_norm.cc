@@ -1,7 +1,5 @@
 #include "cpu_adam/grad_norm.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -10,6 +8,7 @@
 #include "base/half.h"
 #include "cpu_adam/fp_environment.h"
 #include "cpu_adam/kernel_table.h"
+#include "cpu_adam/thread_share.h"
 
 namespace orlop {
 namespace {
@@ -71,15 +70,13 @@ SquareSum grad_square_sum(const void* grad, DType dtype, int64_t numel, double* 
   const int64_t chunks = ceil_div(numel, kNormChunk);
   const auto* bytes = static_cast<const unsigned char*>(grad);
   const auto chunk_bytes = kNormChunk * static_cast<int64_t>(dtype_bytes(dtype));
-#pragma omp parallel num_threads(static_cast <int>(std::min <int64_t>(threads, chunks)))
-  {
+  share_between_threads(chunks, threads, [&](int64_t begin, int64_t end) {
     const FpEnvironment environment;
-#pragma omp for schedule(static)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
       scratch[chunk] =
           kernel(bytes + chunk * chunk_bytes, std::min(kNormChunk, numel - chunk * kNormChunk));
     }
-  }
+  });
   return fold_square_sum(grad, format, numel, scratch);
 }
 

@@ -1,7 +1,5 @@
 #include "cpu_adam/grad_sum.h"
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "base/bytes.h"
@@ -9,6 +7,7 @@
 #include "cpu_adam/fp_environment.h"
 #include "cpu_adam/grad_norm.h"
 #include "cpu_adam/kernel_table.h"
+#include "cpu_adam/thread_share.h"
 
 namespace orlop {
 
@@ -27,11 +26,9 @@ SquareSum sum_gradient(const GradSum& work, double* scratch, int threads) {
                                                                      : nullptr;
   const int64_t chunks = ceil_div(work.numel, kNormChunk);
   const auto element_bytes = static_cast<int64_t>(dtype_bytes(work.dtype));
-#pragma omp parallel num_threads(static_cast <int>(std::min <int64_t>(threads, chunks)))
-  {
+  share_between_threads(chunks, threads, [&](int64_t first, int64_t last) {
     const FpEnvironment environment;
-#pragma omp for schedule(static)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t begin = chunk * kNormChunk;
       const int64_t count = std::min(kNormChunk, work.numel - begin);
       auto* const grad = static_cast<unsigned char*>(work.grad) + begin * element_bytes;
@@ -41,7 +38,7 @@ SquareSum sum_gradient(const GradSum& work, double* scratch, int threads) {
       kernels.round_sum[format](sum, grad, count);
       scratch[chunk] = kernels.square_sum[format](grad, count);
     }
-  }
+  });
   return work.round ? fold_square_sum(work.grad, format, work.numel, scratch) : SquareSum{};
 }
 

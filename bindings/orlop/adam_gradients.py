@@ -105,10 +105,17 @@ class GradientSide:
     def _norm(self, work):
         """(norm, first slot with NaN or Inf or None) over gradients as they stand."""
         square_sum, bad = 0.0, None
-        unmeasured = [slot for slot, _ in work if slot.home.on_device and not slot.home.measured]
-        measure_on_device(unmeasured)
+        unmeasured = [slot for slot, _ in work if not slot.home.measured]
+        measure_on_device([slot for slot in unmeasured if slot.home.on_device])
+        plain = [slot for slot in unmeasured if not (slot.home.on_device or slot.is_away or slot.copied)]
+        views = [slot.view() for slot in plain]  # with the owners of their memory
+        sums = dict(zip(plain, self._native.norms([view for view, _ in views]), strict=True)) if plain else {}
         for slot, _ in work:
-            total, finite = slot.squares()
+            if slot in sums:
+                total, nonfinite = sums[slot]
+                finite = nonfinite < 0
+            else:
+                total, finite = slot.squares()
             square_sum += total * slot.factor**2
             if bad is None and not (finite and math.isfinite(slot.factor)):
                 bad = slot

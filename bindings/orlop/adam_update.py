@@ -38,11 +38,14 @@ class UpdateSide:
     def _update_on_host(self, run, factor):
         if not run:
             return
-        updates, owners = [], []
+        updates, owners, hypers = [], [], {}
         for slot, group in run:
             home = slot.home
             view, owner = slot.view()
-            hyper = self._hyper(slot, group)
+            step = int(self._show_state(slot.param)["step"]) + 1
+            hyper = hypers.get((id(group), step))
+            if hyper is None:
+                hyper = hypers[id(group), step] = self._hyper(group, step)
             updates.append(_orlop.TensorUpdate(home.index, view, hyper, *home.fence(), home.is_written()))
             owners += [owner, home.arrival]
         version = self._native.update(updates, factor, self.steps, owners)
@@ -87,7 +90,7 @@ class UpdateSide:
             plain = plain or not slot.is_away
             slot.home.shard.grad = slot.home.hold(slot.gradient_to_use()).data_ptr()
             shards.append(slot.home.shard)
-            hypers.append(self._hyper(slot, group))
+            hypers.append(self._hyper(group, int(self._show_state(slot.param)["step"]) + 1, slot.seed))
         updated = states.adam_steps(shards, hypers, factor)
         if plain:  # the user may write what is being read
             states.wait(updated)
@@ -96,8 +99,8 @@ class UpdateSide:
             self.state[slot.param]["step"] += 1
             slot.wrote_weights()
 
-    def _hyper(self, slot, group):
-        state = self._show_state(slot.param)
+    def _hyper(self, group, step, seed=0):
+        """Of the update that is the parameter's `step`th; on the host the seed is the tensor's own."""
         beta1, beta2 = group["betas"]
         return _orlop.AdamHyper(
             lr=float(group["lr"]),
@@ -107,6 +110,6 @@ class UpdateSide:
             weight_decay=float(group["weight_decay"]),
             maximize=bool(group["maximize"]),
             decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-            step=int(state["step"]) + 1,
-            seed=slot.seed,
+            step=step,
+            seed=seed,
         )

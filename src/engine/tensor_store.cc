@@ -8,6 +8,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/half.h"
+#include "cpu_adam/thread_share.h"
 
 namespace orlop {
 namespace {
@@ -229,18 +230,14 @@ void mend_master(const AdamShard& states, int threads) {
   if (states.compute_dtype == DType::kF32) return;
   const auto* copy = static_cast<const uint16_t*>(states.param);
   const int64_t numel = states.numel;
-  if (states.compute_dtype == DType::kF16) {
-    float* master = states.master;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < numel; ++i) {
+  uint16_t* lo = states.lo;
+  float* master = states.master;
+  const auto mend_half = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
       if (copy[i] != float_to_fp16(master[i])) master[i] = fp16_to_float(copy[i]);
     }
-    return;
-  }
-  uint16_t* lo = states.lo;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t begin = 0; begin < numel; begin += kMendBlock) {
-    const int64_t end = std::min(begin + kMendBlock, numel);
+  };
+  const auto mend_split = [&](int64_t begin, int64_t end) {
     uint16_t stale = 0;  // it is rare: what is only read costs less
 #pragma omp simd reduction(| : stale)
     for (int64_t i = begin; i < end; ++i) {
@@ -250,7 +247,14 @@ void mend_master(const AdamShard& states, int threads) {
     for (int64_t i = begin; (stale & 0x8000u) != 0 && i < end; ++i) {
       if ((copy[i] & 0x7fffu) == 0 && (lo[i] & 0x8000u) != 0) lo[i] = 0;
     }
-  }
+  };
+  share_between_threads(ceil_div(numel, kMendBlock), threads, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t begin = block * kMendBlock;
+      const int64_t end = std::min(begin + kMendBlock, numel);
+      states.compute_dtype == DType::kF16 ? mend_half(begin, end) : mend_split(begin, end);
+    }
+  });
 }
 
 }  // namespace orlop
