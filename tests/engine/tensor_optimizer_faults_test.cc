@@ -23,6 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using nvme::Fault;
+using nvme::Faults;
 using nvme::IoOp;
 using nvme::IoRequest;
 using nvme::TempDir;
@@ -54,16 +55,6 @@ TEST(StateDrives, ChunksComeInAheadOfTheUpdatesBeforeThem) {
   }
   EXPECT_EQ(text, "in0 in1 adam0 out0 in2 adam1 out1 in3 adam-1 adam2 out2 adam3 out3 ");
 }
-
-class Faults {
- public:
-  explicit Faults(nvme::FaultPlan plan) {
-    nvme::decorate_io_backends([plan = std::move(plan)](std::unique_ptr<nvme::IoBackend> backend) {
-      return std::make_unique<nvme::FaultyBackend>(std::move(backend), plan);
-    });
-  }
-  ~Faults() { nvme::decorate_io_backends(nullptr); }
-};
 
 TEST(StateDrives, LateTransfersChangeNoBits) {
   const Faults faults([](const IoRequest&, uint64_t nth) {

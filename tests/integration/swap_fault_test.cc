@@ -32,20 +32,10 @@ namespace {
 
 namespace fs = std::filesystem;
 using nvme::Fault;
+using nvme::Faults;
 using nvme::IoOp;
 using nvme::IoRequest;
 using ::testing::HasSubstr;
-
-// While it lives, every drive of a new engine has these faults.
-class Faults {
- public:
-  explicit Faults(nvme::FaultPlan plan) {
-    nvme::decorate_io_backends([plan = std::move(plan)](std::unique_ptr<nvme::IoBackend> backend) {
-      return std::make_unique<nvme::FaultyBackend>(std::move(backend), plan);
-    });
-  }
-  ~Faults() { nvme::decorate_io_backends(nullptr); }
-};
 
 class SwapFaults : public ::testing::Test {
  protected:

@@ -78,4 +78,15 @@ class FaultyBackend final : public IoBackend {
   std::atomic<bool> woken_{false};
 };
 
+// While it lives, every drive of a new engine or optimizer has these faults.
+class Faults {
+ public:
+  explicit Faults(FaultPlan plan) {
+    decorate_io_backends([plan = std::move(plan)](std::unique_ptr<IoBackend> backend) {
+      return std::make_unique<FaultyBackend>(std::move(backend), plan);
+    });
+  }
+  ~Faults() { decorate_io_backends(nullptr); }
+};
+
 }  // namespace orlop::nvme
