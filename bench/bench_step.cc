@@ -32,9 +32,11 @@
 #include "bench/step_ranks.h"
 #include "bench/step_setup.h"
 #include "bench/support/matmul_ceiling.h"
+#include "bench/support/memory_ceiling.h"
 #include "bench/support/recording_backend.h"
 #include "bench/support/samples.h"
 #include "bench/support/trace_times.h"
+#include "cpu_adam/cpu_features.h"
 #include "engine/model_files.h"
 #include "engine/ranks.h"
 #include "engine/session.h"
@@ -96,6 +98,20 @@ void print_ceilings(const std::vector<MatmulCeiling>& alone, const std::vector<d
       "step next to it ({:.3f} to {:.3f})\n",
       alone.front().shapes, median, alone.front().flops / median / 1e9, ratio.median, ratio.min,
       ratio.max);
+}
+
+// The update at the rate of host memory alone: what no engine that keeps the states there can beat.
+void print_memory_bound(const EngineConfig& config, int64_t numel, const ComputeTimes& compute,
+                        double step_seconds) {
+  const double rate = measure_memory_bytes_per_s(default_threads());
+  const double per_element = update_bytes(config) + gradient_bytes(config);
+  const double update = static_cast<double>(numel) * per_element / rate;
+  const double backward = compute.step.median - compute.forward.median;
+  const double bound = backward + std::max(compute.forward.median, update);
+  fmt::print(
+      "bound backward + max(forward, {:.0f} B x {:.3f} G elements / {:.1f} GB/s) {:.4f} s: step / "
+      "bound {:.3f}\n",
+      per_element, static_cast<double>(numel) / 1e9, rate / 1e9, bound, step_seconds / bound);
 }
 
 void run(const Options& options) {
@@ -160,11 +176,10 @@ void run(const Options& options) {
   if (only == "step") return;
   const double backward = compute.step.median - compute.forward.median;
   const double bound = backward + std::max(compute.forward.median, update);
-  fmt::print(
-      "bound backward + max(forward, host update) {:.4f} s: step / bound {:.3f}; compute-only / "
-      "step "
-      "{:.3f}\n",
-      bound, step.median / bound, compute.step.median / step.median);
+  fmt::print("bound backward + max(forward, host update) {:.4f} s: step / bound {:.3f}\n", bound,
+             step.median / bound);
+  print_memory_bound(config, engine->plan().parameters, compute, step.median);
+  fmt::print("compute-only / step {:.3f}\n", compute.step.median / step.median);
 }
 
 }  // namespace

@@ -20,14 +20,12 @@
 #include "engine/ranks.h"
 #include "formats/hf_config.h"
 #include "model/param_layout.h"
-#include "zero/param_states.h"
 
 namespace orlop::bench {
 namespace {
 
 constexpr int kWarmUpSteps = 2;
 constexpr int kTracedSteps = 2;
-constexpr size_t kCeilingBytes = size_t{2} << 30;
 
 struct Work {
   std::string model_dir;
@@ -169,15 +167,6 @@ void print_waits(const std::vector<RankTimes>& ranks) {
   }
 }
 
-// Bytes that a host update reads and writes per element: states twice, the rounded gradient once.
-double update_bytes_per_element(const EngineConfig& config) {
-  const DType compute = config.precision == Precision::kF32    ? DType::kF32
-                        : config.precision == Precision::kBF16 ? DType::kBF16
-                                                               : DType::kF16;
-  const StatePlanes planes = state_planes(1, compute, config.optimizer.moments);
-  return static_cast<double>(2 * (planes.copy_bytes + planes.rest_bytes) + dtype_bytes(compute));
-}
-
 void print_part(const Work& work, const Part& part, const std::vector<ComputeTimes>& compute,
                 bool on_device, double dram_bytes_per_s) {
   for (size_t i = 0; i < work.micro_batches.size(); ++i) {
@@ -201,23 +190,16 @@ void print_part(const Work& work, const Part& part, const std::vector<ComputeTim
       link_bytes += rank.link_bytes;
       update_seconds = std::max(update_seconds, rank.update_seconds);
     }
-    const double update_bytes =
-        on_device ? 0 : static_cast<double>(work.numel) * update_bytes_per_element(work.config);
-    const double least = (update_bytes + link_bytes) / dram_bytes_per_s;
+    const double bytes =
+        on_device ? 0 : static_cast<double>(work.numel) * update_bytes(work.config);
+    const double least = (bytes + link_bytes) / dram_bytes_per_s;
     fmt::print(
         "    host DRAM per step: update {} (longest {:.3f} s of a rank), links {}; at {:.1f} GB/s "
         "measured here {:.3f} s, {:.1f} % of the step\n",
-        format_bytes(static_cast<size_t>(update_bytes)), update_seconds,
+        format_bytes(static_cast<size_t>(bytes)), update_seconds,
         format_bytes(static_cast<size_t>(link_bytes)), dram_bytes_per_s / 1e9, least,
         100 * least / times.step.median);
   }
-}
-
-double measure_dram() {
-  MemoryCeiling memory(kCeilingBytes, default_threads());
-  double best = 0;
-  for (int i = 0; i < 5; ++i) best = std::max(best, memory.bytes_per_s());
-  return best;
 }
 
 Work make_work(const Options& options) {
@@ -253,7 +235,7 @@ Work make_work(const Options& options) {
 void run_on_ranks(const Options& options) {
   const Work work = make_work(options);
   const std::string only = options.get("part", "all");
-  const double dram = measure_dram();
+  const double dram = measure_memory_bytes_per_s(default_threads());
   std::vector<ComputeTimes> compute;
   const double seconds = seconds_of([&] {
     compute = measure_compute(work.model_dir, work.config, work.steps, work.micro_batches);

@@ -9,6 +9,8 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "engine/session.h"
+#include "zero/param_states.h"
 
 namespace orlop::bench {
 
@@ -110,6 +112,16 @@ std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab
     batch.labels.push_back(kIgnoredLabel);
   }
   return batches;
+}
+
+double gradient_bytes(const EngineConfig& config) {
+  return static_cast<double>(dtype_bytes(compute_dtype(config.precision)));
+}
+
+double update_bytes(const EngineConfig& config) {
+  const StatePlanes planes =
+      state_planes(1, compute_dtype(config.precision), config.optimizer.moments);
+  return static_cast<double>(2 * (planes.copy_bytes + planes.rest_bytes)) + gradient_bytes(config);
 }
 
 void print_row(const char* what, const Summary& seconds, double tokens, double flops) {

@@ -32,6 +32,11 @@ EngineConfig make_config(const Options& options, int64_t tokens);
 std::vector<MicroBatch> random_batches(const EngineConfig& config, int64_t vocab_size,
                                        uint32_t seed = 1);
 
+// Bytes per element.
+double gradient_bytes(const EngineConfig& config);  // as it leaves the device
+// Of host memory, that an update reads and writes: states twice, the gradient once.
+double update_bytes(const EngineConfig& config);
+
 void print_row(const char* what, const Summary& seconds, double tokens, double flops);
 
 }  // namespace orlop::bench

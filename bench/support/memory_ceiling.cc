@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "bench/support/samples.h"
@@ -33,6 +34,13 @@ double MemoryCeiling::bytes_per_s() {
     }
   });
   return 2.0 * static_cast<double>(buffer_.bytes()) / seconds;
+}
+
+double measure_memory_bytes_per_s(int threads) {
+  MemoryCeiling memory(size_t{2} << 30, threads);
+  double best = 0;
+  for (int i = 0; i < 5; ++i) best = std::max(best, memory.bytes_per_s());
+  return best;
 }
 
 }  // namespace orlop::bench

@@ -19,4 +19,7 @@ class MemoryCeiling {
   int threads_;
 };
 
+// The best of five passes over 2 GiB.
+double measure_memory_bytes_per_s(int threads);
+
 }  // namespace orlop::bench

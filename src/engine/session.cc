@@ -14,12 +14,6 @@
 #include "nvme/shard_file.h"
 
 namespace orlop {
-namespace {
-
-// Of the memory that is free now, what states may take when no budget is given.
-constexpr double kHostShare = 0.9;
-// Likewise of the space that is free on the drives.
-constexpr double kNvmeShare = 0.9;
 
 DType compute_dtype(Precision precision) {
   switch (precision) {
@@ -32,6 +26,13 @@ DType compute_dtype(Precision precision) {
   }
   return DType::kF32;
 }
+
+namespace {
+
+// Of the memory that is free now, what states may take when no budget is given.
+constexpr double kHostShare = 0.9;
+// Likewise of the space that is free on the drives.
+constexpr double kNvmeShare = 0.9;
 
 void describe_blocks(Planning& planning, DType dtype) {
   PlanInput& input = planning.input;

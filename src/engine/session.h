@@ -18,6 +18,9 @@
 
 namespace orlop {
 
+// In which the matmuls read weights and activations.
+DType compute_dtype(Precision precision);
+
 // Everything that is known before memory is taken.
 struct Planning {
   TransformerConfig model;
