@@ -82,9 +82,9 @@ function(orlop_bench name)
   target_link_libraries(${name} PRIVATE orlop_requirements ${arg_DEPENDS})
 endfunction()
 
-# mpirun refuses root unless it is told twice; the libraries that are loaded on demand lie in lib.
+# mpirun refuses root unless it is told twice.
 set(ORLOP_MPI_TEST_ENVIRONMENT OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    OMP_WAIT_POLICY=passive LD_LIBRARY_PATH=${CMAKE_BINARY_DIR}/lib)
+    OMP_WAIT_POLICY=passive)
 
 # A test that mpirun starts with so many ranks, on this machine alone and however few cores it has.
 function(orlop_mpi_test name)

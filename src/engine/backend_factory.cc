@@ -1,11 +1,14 @@
 #include "engine/backend_factory.h"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
+#include <filesystem>
 #include <string>
 #include <utility>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "base/shared_library.h"
 #include "gpu/cuda_backend_api.h"
 #include "host/host_backend.h"
@@ -19,6 +22,7 @@ constexpr double kHostDeviceShare = 0.4;
 // Of a GPU's free memory, what is left to others when no budget is given.
 constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
 
+constexpr const char* kDriverFile = "/dev/nvidiactl";
 constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 
 BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads, Tracer* tracer) {
@@ -74,6 +78,17 @@ BackendChoice make_cuda(const EngineConfig& config, int index, Tracer* tracer) {
   return choice;
 }
 
+// A machine with a GPU trains on its processor only if somebody is told, once.
+void warn_of_idle_gpu() {
+  static std::atomic<bool> told = false;
+  const std::string& error = cuda_library().error;
+  if (error.empty() || !std::filesystem::exists(kDriverFile) || told.exchange(true)) return;
+  log_warning(
+      "device 'auto': there is an NVIDIA driver, but the CUDA part of Orlop cannot be loaded: {}; "
+      "using the processor (--device host says so on purpose)",
+      error);
+}
+
 int device_index(const std::string& name) {
   if (name == "cuda") return 0;
   int index = -1;
@@ -94,7 +109,10 @@ BackendChoice choose_backend(const EngineConfig& config, int local_ranks, int th
                              Tracer* tracer) {
   if (config.device == "host") return make_host(config, local_ranks, threads, tracer);
   if (config.device == "auto") {
-    if (usable_gpus() == 0) return make_host(config, local_ranks, threads, tracer);
+    if (usable_gpus() == 0) {
+      warn_of_idle_gpu();
+      return make_host(config, local_ranks, threads, tracer);
+    }
     return make_cuda(config, 0, tracer);
   }
   check(config.device == "cuda" || config.device.starts_with("cuda:"), ErrorCode::kUsage,
