@@ -29,6 +29,33 @@ std::vector<kernels::SquareSumArgs> square_sum_args(std::span<const DeviceGradie
   return args;
 }
 
+// At most so long are the copies that a kernel does.
+constexpr size_t kSmallCopyBytes = size_t{64} << 10;
+
+// Where the device reaches memory, or null: host memory that is not pinned.
+void* device_address(const void* memory) {
+  cudaPointerAttributes attributes{};
+  ORLOP_CUDA(cudaPointerGetAttributes(&attributes, memory));
+  return attributes.type == cudaMemoryTypeUnregistered ? nullptr : attributes.devicePointer;
+}
+
+void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
+  std::vector<kernels::SmallCopy> small;
+  for (const DeviceCopy& copy : copies) {
+    if (copy.bytes == 0) continue;
+    if (copy.bytes <= kSmallCopyBytes) {
+      void* to = device_address(copy.to);
+      const void* from = device_address(copy.from);
+      if (to != nullptr && from != nullptr) {
+        small.push_back({to, from, static_cast<uint32_t>(copy.bytes)});
+        continue;
+      }
+    }
+    ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+  }
+  kernels::copy_small(small, stream);
+}
+
 }  // namespace
 
 extern "C" {
@@ -81,10 +108,6 @@ ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
     ORLOP_CUDA(cudaEventRecord(given.get(), static_cast<cudaStream_t>(behind)));
     ORLOP_CUDA(cudaStreamWaitEvent(issued, given.get(), 0));
   }
-  for (size_t i = 0; i < count; ++i) {
-    const DeviceCopy& copy = copies[i];
-    if (copy.bytes == 0) continue;
-    ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, issued));
-  }
+  issue_copies({copies, count}, issued);
 }
 }

@@ -71,8 +71,7 @@ class DeviceStates:
             self._sums.data_ptr(),
         )
         scratch = torch.empty(squares.scratch_bytes, dtype=torch.uint8, device=self.device)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        squares.issue(scratch.data_ptr(), self.device.index, stream)
+        squares.issue(scratch.data_ptr(), self.device.index, self.current_stream())
         self._read = None
 
     def read_sums(self) -> list[tuple[float, int]]:

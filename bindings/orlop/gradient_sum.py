@@ -40,15 +40,14 @@ class HostSum:
 
     def leave(self) -> None:
         home = self._slot.home
-        home.job = home.native.round_sum(home.index, home.view(self.values), self.values)
-        home.arrival, home.measured = None, True
+        home.became_sum(home.native.round_sum(home.index, home.view(self.values), self.values))
 
     def _accumulate(self, add: bool, last: bool) -> None:
         home = self._slot.home
         view = home.view(self.values)
         home.job = home.native.accumulate(home.index, view, add, last, *home.fence(), home.arrival)
         if last:
-            home.arrival, home.measured = None, True
+            home.became_sum(home.job)
 
 
 class DeviceSum:

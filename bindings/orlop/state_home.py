@@ -42,7 +42,9 @@ class HostHome:
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         if hold:
             self.gradient_address, self.gradient_bytes = self.gradient.data_ptr(), self.gradient.nbytes
-        self.measured = False  # the optimizer's thread sums the squares of what is here
+        self.measured = False  # the sum of the gradient's squares is there, or on its way
+        self.sums = None  # the device's that has it, in `row`; None: the optimizer's thread
+        self.row: int | None = None  # for good, also where the states move
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device
         self.job = 0  # version of the last work that was submitted for this tensor
@@ -119,22 +121,36 @@ class HostHome:
     @staticmethod
     def keep(homes: list[HostHome], grads: list[torch.Tensor], measures: bool) -> None:
         """Each of `grads`, in the weights' layout, becomes the gradient of its home, behind the last job, which may
-        still read the one before; with `measures` and a link the norms are summed behind their arrival, else when
-        somebody asks. All homes have one link, or none."""
-        first = homes[0]
-        link, job = first.link, 0
+        still read the one before. All homes have one link, or none. With `measures` and a link the squares are summed
+        before they leave the device, or where that has no part of Orlop behind their arrival; else when somebody
+        asks."""
+        link, native, job = homes[0].link, homes[0].native, 0
         if not link:
             for home, grad in zip(homes, grads, strict=True):
-                home.native.wait([home.index])
+                native.wait([home.index])
                 home.gradient.copy_(grad)
             return
+        sums = link.states if measures and link.states is not None and link.states.is_available else None
+        if sums is not None:
+            sums.square_sums(grads, [home.row_of(sums) for home in homes])
         arrival = link.offload(grads, homes)
-        if measures:
-            job = first.native.measure([home.index for home in homes], *link.fence(arrival), arrival)
+        if measures and sums is None:
+            job = native.measure([home.index for home in homes], *link.fence(arrival), arrival)
         for home in homes:
             home.arrival = home.left_last = arrival
-            if measures:
-                home.job, home.measured = job, True
+            home.measured, home.sums = measures, sums
+            home.job = job or home.job
+
+    def row_of(self, sums) -> int:
+        """Where the device's sums have the one of this home."""
+        if self.row is None:
+            self.row = sums.take_row()
+        return self.row
+
+    def became_sum(self, job: int) -> None:
+        """The optimizer's thread makes the gradient here, out of a sum, and its norm."""
+        self.job, self.arrival = job, None
+        self.measured, self.sums = True, None
 
     def fence(self) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for the gradient: address and argument."""
@@ -154,7 +170,9 @@ class HostHome:
         return self.gradient
 
     def squares(self, slot) -> tuple[float, bool]:
-        if self.measured:
+        if self.measured and self.sums is not None:
+            total, bad = self.sums.read_sums()[self.row]
+        elif self.measured:
             total, bad = self.native.measured(self.index)
         else:
             if slot.is_away or slot.copied:
@@ -182,7 +200,7 @@ class DeviceHome:
     def __init__(self, slot, link):
         param, moments = slot.param, slot.moments
         self.link, self.dtype, self.numel = link, param.dtype, param.numel()
-        self.row = link.states.take_row()
+        self.row = slot.home.row_of(link.states)
         self.bytes = device_bytes(param, moments)
         self.planes = {key: _empty_as(param, moments) for key in MOMENT_KEYS}
         self.shard = _orlop.AdamShard(

@@ -18,6 +18,7 @@ class _Link:
 
     def __init__(self, manager, device_link):
         self._manager, self._inner = weakref.ref(manager), device_link
+        self.states = None if device_link is None else device_link.states
 
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
         """(numel) in host memory: those on the device, where somebody may have written them, else the home."""

@@ -81,6 +81,15 @@ struct SequenceArgs {
 };
 void set_sequence(const SequenceArgs& args, int32_t* slot, cudaStream_t stream);
 
+// A copy between two addresses that the device reaches, pinned host memory among them.
+struct SmallCopy {
+  void* to = nullptr;
+  const void* from = nullptr;
+  uint32_t bytes = 0;
+};
+// One launch for every 128.
+void copy_small(std::span<const SmallCopy> copies, cudaStream_t stream);
+
 // True when this build has code for the current device; `reason` then stays null.
 bool device_has_code(const char** reason);
 

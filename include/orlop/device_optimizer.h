@@ -62,9 +62,9 @@ ORLOP_EXPORT size_t device_square_sums_scratch_bytes(std::span<const DeviceGradi
 ORLOP_EXPORT void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch,
                                      const DeviceStream& stream);
 
-// Issues copies, in their order, behind the gate and behind what `behind`, a cudaStream_t of the
-// same device, was given so far. The call waits for those whose host memory is not pinned, and for
-// no others.
+// Issues copies, which do not overlap, behind the gate and behind what `behind`, a cudaStream_t of
+// the same device, was given so far; those of at most 64 KiB in one launch for all. The call waits
+// for those whose host memory is not pinned, and for no others.
 ORLOP_EXPORT void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream,
                                 void* behind, const DeviceGate& gate = {});
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
 from adam_reference import Reference  # noqa: E402
-from host_link import HostLink, all_away  # noqa: E402
+from host_link import HostLink, HostStates, all_away  # noqa: E402
 from orlop import adam_slots  # noqa: E402
 
 
@@ -232,6 +232,36 @@ def test_norms_are_of_gradients_that_have_arrived(away, accumulation, gradients,
     optimizer.synchronize()
     assert all(bool(p.isnan().all()) == (nonfinite == "apply") for p in params)  # as torch's clipping does
     optimizer.close()
+
+
+def test_squares_of_gradients_that_leave_are_summed_before(away, monkeypatch):
+    """Once for a block, on the device; where that has no part of Orlop, by the optimizer's thread: the same norm."""
+
+    def run(available):
+        monkeypatch.setattr(HostStates, "is_available", available)
+        torch.manual_seed(1)
+        model = torch.nn.Sequential()
+        model.layers = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3))
+        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+        (link,) = optimizer._links.values()
+        calls, issue = [], link.states.square_sums
+        monkeypatch.setattr(link.states, "square_sums", lambda g, rows: (calls.append(len(rows)), issue(g, rows)))
+        norms = []
+        for count in (1, 1, 2):
+            for _ in range(count):
+                x = torch.randn(4, 40)
+                for layer in model.layers:
+                    x = layer(x).tanh()
+                x.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        optimizer.close()
+        return norms, calls
+
+    norms, calls = run(True)
+    assert calls == [2, 2, 2] * 3  # a block has two parameters; the second of two micro-batches is added on the host
+    assert run(False) == (norms, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -138,6 +138,35 @@ def test_copies_run_behind_the_stream_that_wrote_them(pinned):
         assert torch.equal(tensor.cpu(), host)
 
 
+@gpu
+@needs_gpu
+def test_small_copies_of_any_size_and_alignment():
+    """More than one launch takes; every byte arrives, and none beside it is touched."""
+    random = torch.Generator().manual_seed(3)
+    device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+    sizes = [1, 15, 16, 17, 16383, 16384, 16385, 65535, 65536, 65537]
+    sizes += torch.randint(1, 3000, (300,), generator=random).tolist()
+    gaps = torch.randint(0, 40, (len(sizes),), generator=random).tolist()
+    begins, end = [], 0
+    for size, gap in zip(sizes, gaps, strict=True):
+        begins.append(end + gap)
+        end += gap + size
+    values = torch.randint(0, 256, (end,), dtype=torch.uint8, generator=random)
+    inside = torch.zeros(end, dtype=torch.bool)
+    for begin, size in zip(begins, sizes, strict=True):
+        inside[begin : begin + size] = True
+    source, host = values.cuda(), torch.full((end,), 7, dtype=torch.uint8, pin_memory=True)
+    back = torch.full((end,), 9, dtype=torch.uint8, device="cuda")
+    for into, tensor in ((host, source), (back, host)):
+        copies = [
+            (into.data_ptr() + a, tensor.data_ptr() + a, size) for a, size in zip(begins, sizes, strict=True)
+        ]
+        _orlop.device_copies(copies, device, stream, stream)
+    torch.cuda.synchronize()
+    assert torch.equal(host, torch.where(inside, values, torch.tensor(7, dtype=torch.uint8)))
+    assert torch.equal(back.cpu(), torch.where(inside, values, torch.tensor(9, dtype=torch.uint8)))
+
+
 def test_square_sums_of_less_than_nothing_are_refused():
     try:
         _orlop.device_adam_scratch_bytes()
