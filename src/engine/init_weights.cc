@@ -2,9 +2,10 @@
 #include <cmath>
 #include <numbers>
 #include <span>
-#include <thread>
 #include <vector>
 
+#include "base/bytes.h"
+#include "cpu_adam/thread_share.h"
 #include "engine/model_files.h"
 
 namespace orlop {
@@ -53,19 +54,31 @@ float constant_of(TensorRole role, bool& is_constant) {
   }
 }
 
+// Normal numbers whose counters begin at `first`, which is even.
+void fill_normal(uint64_t key, int64_t first, std::span<float> values) {
+  for (size_t i = 0; i < values.size(); i += 2) {
+    float unused = 0;
+    normal_pair(key + (static_cast<uint64_t>(first) + i) * 0x9e3779b97f4a7c15u, values[i],
+                i + 1 < values.size() ? values[i + 1] : unused);
+  }
+}
+
 // Elements [first, first + values.size()) of a segment; `first` is even.
-void fill_values(const Segment& segment, int64_t first, uint64_t key, std::span<float> values) {
+void fill_values(const Segment& segment, int64_t first, uint64_t key, int threads,
+                 std::span<float> values) {
   bool is_constant = false;
   const float constant = constant_of(segment.role, is_constant);
   if (is_constant) {
     std::fill(values.begin(), values.end(), constant);
     return;
   }
-  for (size_t i = 0; i < values.size(); i += 2) {
-    float unused = 0;
-    normal_pair(key + (static_cast<uint64_t>(first) + i) * 0x9e3779b97f4a7c15u, values[i],
-                i + 1 < values.size() ? values[i + 1] : unused);
-  }
+  const auto count = static_cast<int64_t>(values.size());
+  share_between_threads(ceil_div(count, kPieceElements), threads, [&](int64_t begin, int64_t end) {
+    const int64_t from = begin * kPieceElements;
+    const int64_t numel = std::min(end * kPieceElements, count) - from;
+    fill_normal(key, first + from,
+                values.subspan(static_cast<size_t>(from), static_cast<size_t>(numel)));
+  });
 }
 
 }  // namespace
@@ -83,15 +96,7 @@ void init_weights(const ModelLayout& layout, uint64_t seed, int threads, StateSt
         const ElementRange own = states.own_part(static_cast<int>(param), segment.offset + first,
                                                  static_cast<int64_t>(values.size()));
         if (own.numel == 0) continue;
-        std::vector<std::thread> team;
-        for (size_t begin = 0; begin < values.size(); begin += kPieceElements) {
-          const size_t count = std::min(values.size() - begin, static_cast<size_t>(kPieceElements));
-          team.emplace_back([&, begin, count] {
-            fill_values(segment, first + static_cast<int64_t>(begin), stream,
-                        std::span(values).subspan(begin, count));
-          });
-        }
-        for (std::thread& member : team) member.join();
+        fill_values(segment, first, stream, threads, values);
         states.write(
             static_cast<int>(param), Plane::kMaster, own.begin,
             std::span(values).subspan(static_cast<size_t>(own.begin - segment.offset - first),

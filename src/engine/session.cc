@@ -257,7 +257,8 @@ StateStore Session::make_state_store(QueueKind down, size_t slot_from_end) {
     const int slot = plan.swap_slots[plan.swap_slots.size() - slot_from_end];
     memory.slot = memory.of(plan.buffers[static_cast<size_t>(slot)]);
   }
-  return StateStore(backend(), planning_.input, plan, ranks_.rank(), memory, down);
+  return StateStore(backend(), planning_.input, plan, ranks_.rank(), memory, down,
+                    planning_.threads);
 }
 
 void Session::upload_rope(std::byte* device) {

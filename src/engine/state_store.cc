@@ -3,21 +3,27 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/bytes.h"
 #include "base/check.h"
 #include "base/completion.h"
+#include "cpu_adam/thread_share.h"
 
 namespace orlop {
 namespace {
 
 // What passes through staging at once: 14 bytes per element at most.
 constexpr int64_t kStagedElements = int64_t{1} << 18;
+// What one thread writes at once.
+constexpr int64_t kPartElements = int64_t{1} << 16;
+constexpr int64_t kPartBytes = int64_t{1} << 20;
 
 }  // namespace
 
 StateStore::StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
-                       const StateMemory& memory, QueueKind down)
+                       const StateMemory& memory, QueueKind down, int threads)
     : backend_(backend),
       down_(down),
+      threads_(threads),
       rank_(rank),
       world_size_(input.world_size),
       swap_(memory.swap),
@@ -108,12 +114,9 @@ void StateStore::clear() {
       continue;
     }
     if (home.address.copy != nullptr)
-      std::memset(
-          home.address.copy, 0,
-          static_cast<size_t>(home.host_copy_numel) * dtype_bytes(home.planes.compute_dtype));
-    if (home.address.rest != nullptr) {
-      std::memset(home.address.rest, 0, home.host_planes.rest_bytes);
-    }
+      zero(home.address.copy,
+           static_cast<size_t>(home.host_copy_numel) * dtype_bytes(home.planes.compute_dtype));
+    if (home.address.rest != nullptr) zero(home.address.rest, home.host_planes.rest_bytes);
     for (size_t chunk = 0; chunk < home.is_blank.size(); ++chunk) {
       const int param = static_cast<int>(&home - homes_.data());
       home.is_blank[chunk] = swap_->is_on_nvme(param, swap_->chunks(param)[chunk]);
@@ -121,6 +124,26 @@ void StateStore::clear() {
   }
   loaded_ = {};
   queue.synchronize();
+}
+
+void StateStore::zero(std::byte* memory, size_t bytes) const {
+  share_between_threads(
+      ceil_div(static_cast<int64_t>(bytes), kPartBytes), threads_, [&](int64_t begin, int64_t end) {
+        const auto first = static_cast<size_t>(begin * kPartBytes);
+        const size_t last = std::min(static_cast<size_t>(end * kPartBytes), bytes);
+        std::memset(memory + first, 0, last - first);
+      });
+}
+
+void StateStore::write_values(const StatePlanes& planes, const StateAddress& base, Plane plane,
+                              int64_t offset, std::span<const float> values) const {
+  const auto count = static_cast<int64_t>(values.size());
+  share_between_threads(ceil_div(count, kPartElements), threads_, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPartElements;
+    const int64_t numel = std::min(end * kPartElements, count) - first;
+    write_plane(planes, base, plane, offset + first,
+                values.subspan(static_cast<size_t>(first), static_cast<size_t>(numel)));
+  });
 }
 
 // Calls `use(planes of the staging buffer, its address, first element, elements)` until `count`
@@ -174,11 +197,11 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
   offset -= home.shard.begin;
   check_range(home.planes, offset, values.size());
   if (home.tier == Tier::kHost) {
-    write_plane(home.planes, home.address, plane, offset, values);
+    write_values(home.planes, home.address, plane, offset, values);
   } else if (home.tier == Tier::kNvme) {
     while (!values.empty()) {
       const ChunkPart part = load_part(param, offset, values.size());
-      write_plane(part.planes, part.address, plane, part.offset, values.first(part.count));
+      write_values(part.planes, part.address, plane, part.offset, values.first(part.count));
       loaded_.is_dirty = loaded_.is_dirty || part.is_in_slot;
       values = values.subspan(part.count);
       offset += static_cast<int64_t>(part.count);
@@ -189,7 +212,7 @@ void StateStore::write(int param, Plane plane, int64_t offset, std::span<const f
     for_staged(
         home, values.size(),
         [&](const StatePlanes& staged, const StateAddress& address, size_t first, size_t count) {
-          write_plane(staged, address, plane, 0, values.subspan(first, count));
+          write_values(staged, address, plane, 0, values.subspan(first, count));
           const std::vector<PlanePart> from = plane_parts(staged, address, plane);
           for (size_t part = 0; part < to.size(); ++part) {
             const size_t element = to[part].element_bytes;

@@ -31,9 +31,9 @@ struct StateMemory {
 // that no update is running.
 class StateStore {
  public:
-  // What lives on the device comes down on queue `down`.
+  // What lives on the device comes down on queue `down`. Up to `threads` write to host memory.
   StateStore(Backend& backend, const PlanInput& input, const StepPlan& plan, int rank,
-             const StateMemory& memory, QueueKind down);
+             const StateMemory& memory, QueueKind down, int threads);
 
   // Of this rank's part, with its padding.
   const StatePlanes& planes(int param) const { return homes_[static_cast<size_t>(param)].planes; }
@@ -109,6 +109,9 @@ class StateStore {
   };
 
   const Home& home(int param) const { return homes_[static_cast<size_t>(param)]; }
+  void write_values(const StatePlanes& planes, const StateAddress& base, Plane plane,
+                    int64_t offset, std::span<const float> values) const;
+  void zero(std::byte* memory, size_t bytes) const;
   template <typename Use>
   void for_staged(const Home& home, size_t count, const Use& use);
   ChunkPart load_part(int param, int64_t offset, size_t most);
@@ -118,6 +121,7 @@ class StateStore {
 
   Backend& backend_;
   QueueKind down_;
+  int threads_;
   int rank_;
   int world_size_;
   SwapSpace* swap_;
