@@ -34,7 +34,7 @@ using Lanes = std::map<std::string, std::vector<LaneSpan>>;
 
 bool is_collective(std::string_view name) {
   constexpr std::array<std::string_view, 4> kNames = {"all_gather", "reduce_scatter", "broadcast",
-                                                      "exchange"};
+                                                      "all_to_all"};
   return std::find(kNames.begin(), kNames.end(), name) != kNames.end();
 }
 
