@@ -298,6 +298,15 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
     case OpKind::kReduceScatter:
       issue_reduce_scatter(walk.plan, op, queue);
       break;
+    case OpKind::kNarrowGrad:
+      issue_narrow_grad(walk.plan, op, queue);
+      break;
+    case OpKind::kExchangeGrad:
+      issue_exchange_grad(walk.plan, op, queue);
+      break;
+    case OpKind::kSumGrad:
+      issue_sum_grad(walk.plan, op, queue);
+      break;
     case OpKind::kGatherNorms:
       issue_gather_norms(walk.plan, queue);
       break;
@@ -410,8 +419,7 @@ void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
   const BufferUse* rounded = find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice);
   std::byte* sums = norm_row(plan);
   RoundGradArgs args;
-  args.grad = reinterpret_cast<const float*>(
-      own_row(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
+  args.grad = reinterpret_cast<const float*>(own_row(plan.buffer(op.uses.front())));
   args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
   args.square_sum = reinterpret_cast<double*>(sums) + op.param;
   args.first_nonfinite =

@@ -32,6 +32,25 @@ void Executor::issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queu
                         DType::kF32, name_of(op.param));
 }
 
+void Executor::issue_narrow_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  const int64_t numel = input_.shard_numel(op.param) * input_.world_size;
+  backend_.ops().narrow(queue,
+                        reinterpret_cast<const float*>(address(plan.buffer(op.uses.front()))),
+                        address(plan.buffer(op.uses.back())), numel, input_.gradient_wire);
+}
+
+void Executor::issue_exchange_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  ranks_.all_to_all(queue, address(plan.buffer(op.uses.front())),
+                    address(plan.buffer(op.uses.back())), input_.shard_numel(op.param),
+                    input_.gradient_wire, name_of(op.param));
+}
+
+void Executor::issue_sum_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  backend_.ops().sum_rows(queue, address(plan.buffer(op.uses.front())),
+                          reinterpret_cast<float*>(address(plan.buffer(op.uses.back()))),
+                          input_.world_size, input_.shard_numel(op.param), input_.gradient_wire);
+}
+
 void Executor::issue_gather_norms(const StepPlan& plan, Queue& queue) {
   const size_t row_bytes = norm_row_bytes(input_.layout.flat_params.size());
   ranks_.all_gather(queue, norm_row(plan),
