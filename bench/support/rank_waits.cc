@@ -133,7 +133,7 @@ class Matching {
   void attribute(Interval when, const Link& link) const {
     const auto lane = ranks_[link.rank].find(link.queue);
     if (lane == ranks_[link.rank].end() || link.length > kLongestChain) {
-      link.add("issue", when.seconds());
+      link.add("idle", when.seconds());
       return;
     }
     const std::vector<LaneSpan>& spans = lane->second;
@@ -141,12 +141,12 @@ class Matching {
       return earlier.end <= when.begin;
     });
     for (; span != spans.end() && span->begin < when.end; ++span) {
-      link.add("issue", Interval{when.begin, span->begin}.seconds());
+      link.add("idle", Interval{when.begin, span->begin}.seconds());
       const Interval part{std::max(when.begin, span->begin), std::min(when.end, span->end)};
       if (!part.empty()) attribute_span(part, link, *span);
       when.begin = std::max(when.begin, part.end);
     }
-    link.add("issue", when.seconds());
+    link.add("idle", when.seconds());
   }
 
   void attribute_span(const Interval& when, const Link& link, const LaneSpan& span) const {

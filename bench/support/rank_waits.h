@@ -9,7 +9,8 @@
 namespace orlop::bench {
 
 // Seconds by cause: "update" (a gate that the host's update opens), a queue that works ("compute",
-// "upload", "offload", "comm": rounding behind a reduction), or "issue": nothing was on the queue.
+// "upload", "offload", "comm": rounding behind a reduction), or "idle": the queue was between two
+// operations, or had none.
 using WaitCauses = std::map<std::string, double>;
 
 // What one rank's compute queue waits for.

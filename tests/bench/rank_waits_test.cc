@@ -39,8 +39,8 @@ TEST(RankWaits, ACollectiveIsCommunicationOnlyOnceTheLastRankHasJoined) {
   EXPECT_THAT(early.compute_seconds, near(4));
   EXPECT_THAT(early.own, ElementsAre(Pair("update", near(1)), Pair("upload", near(1))));
   // From second 4, when it has joined, to 9, when rank 1 has; that waited for its update until 7,
-  // copied until 8.5, and had nothing on the queue that it waited for after that.
-  EXPECT_THAT(early.others, ElementsAre(Pair("issue", near(0.5)), Pair("update", near(3)),
+  // copied until 8.5, and its upload queue was idle after that.
+  EXPECT_THAT(early.others, ElementsAre(Pair("idle", near(0.5)), Pair("update", near(3)),
                                         Pair("upload", near(1.5))));
   EXPECT_THAT(early.exposed_seconds, near(1));
   EXPECT_THAT(early.own_seconds() + early.others_seconds() + early.exposed_seconds, near(8));
@@ -49,7 +49,7 @@ TEST(RankWaits, ACollectiveIsCommunicationOnlyOnceTheLastRankHasJoined) {
 TEST(RankWaits, TheLastRankWaitsForItselfAndForTheWire) {
   const RankWaits late = rank_waits({early_rank(), late_rank()})[1];
   EXPECT_THAT(late.others, IsEmpty());
-  EXPECT_THAT(late.own, ElementsAre(Pair("issue", near(0.5)), Pair("update", near(6)),
+  EXPECT_THAT(late.own, ElementsAre(Pair("idle", near(0.5)), Pair("update", near(6)),
                                     Pair("upload", near(1.5))));
   EXPECT_THAT(late.exposed_seconds, near(1));
 }
@@ -65,7 +65,7 @@ TEST(RankWaits, CollectivesAreMatchedByTheirOrder) {
                         {"compute", "backward", 2, 3.5},
                         {"comm", "reduce_scatter", 3.5, 4}};
   const RankWaits waits = rank_waits({first, second})[0];
-  EXPECT_THAT(waits.others, ElementsAre(Pair("compute", near(1.5)), Pair("issue", near(1))));
+  EXPECT_THAT(waits.others, ElementsAre(Pair("compute", near(1.5)), Pair("idle", near(1))));
   EXPECT_THAT(waits.exposed_seconds, near(1.5));
   EXPECT_THAT(waits.own, ElementsAre(Pair("comm", near(1))));
 }
@@ -91,7 +91,7 @@ TEST(RankWaits, ACircleOfWaitsEnds) {
   const Trace circle = {{"compute", "wait for comm", 0, 1},
                         {"comm", "wait for upload", 0, 1},
                         {"upload", "wait for comm", 0, 1}};
-  EXPECT_THAT(rank_waits({circle})[0].own, ElementsAre(Pair("issue", near(1))));
+  EXPECT_THAT(rank_waits({circle})[0].own, ElementsAre(Pair("idle", near(1))));
 }
 
 TEST(RankWaits, OneRankJoinsAlone) {
