@@ -19,7 +19,8 @@ namespace orlop {
 // The ranks of a run with one GPU each: collectives of device memory by NCCL, on the stream of the
 // queue that they are given; everything else by the host communicator of the same ranks, which also
 // knows when one of them dies. reduce_scatter sums in an order that is fixed by count, number of
-// ranks and machine, not in that of the ranks.
+// ranks and machine, not in that of the ranks; all_to_all, by messages between two ranks each,
+// moves bytes as they are.
 //
 // A thread of its own ("nccl") watches what has been issued. An error of NCCL, a collective that
 // does not end in time and a failure of the host communicator end all collectives of this rank, so

@@ -293,22 +293,12 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_round_grad(walk, op, queue);
       break;
     case OpKind::kAllGather:
-      issue_all_gather(walk.plan, op, queue);
-      break;
     case OpKind::kReduceScatter:
-      issue_reduce_scatter(walk.plan, op, queue);
-      break;
     case OpKind::kNarrowGrad:
-      issue_narrow_grad(walk.plan, op, queue);
-      break;
     case OpKind::kExchangeGrad:
-      issue_exchange_grad(walk.plan, op, queue);
-      break;
     case OpKind::kSumGrad:
-      issue_sum_grad(walk.plan, op, queue);
-      break;
     case OpKind::kGatherNorms:
-      issue_gather_norms(walk.plan, queue);
+      issue_between_ranks(walk.plan, op, queue);
       break;
     case OpKind::kFinishNorm:
       issue_finish_norm(walk, op, queue);

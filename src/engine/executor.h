@@ -98,6 +98,7 @@ class Executor {
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_between_ranks(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_narrow_grad(const StepPlan& plan, const PlanOp& op, Queue& queue);

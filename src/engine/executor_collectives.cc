@@ -17,6 +17,23 @@ std::byte* Executor::norm_row(const StepPlan& plan) const {
          static_cast<size_t>(ranks_.rank()) * row_bytes;
 }
 
+void Executor::issue_between_ranks(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  switch (op.kind) {
+    case OpKind::kAllGather:
+      return issue_all_gather(plan, op, queue);
+    case OpKind::kReduceScatter:
+      return issue_reduce_scatter(plan, op, queue);
+    case OpKind::kNarrowGrad:
+      return issue_narrow_grad(plan, op, queue);
+    case OpKind::kExchangeGrad:
+      return issue_exchange_grad(plan, op, queue);
+    case OpKind::kSumGrad:
+      return issue_sum_grad(plan, op, queue);
+    default:
+      return issue_gather_norms(plan, queue);
+  }
+}
+
 // This rank's part is in its row already, or is the first plane of the states on the device.
 void Executor::issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer& copy = plan.buffer(op.uses.front());
