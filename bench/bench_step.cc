@@ -9,7 +9,7 @@
 //              states of all blocks, or of the last N, on drives, see step_drives.h
 //   bench_step --only copies ...: copies where they are the bound, see step_copies.h
 //   bench_step --gpus N [--shape l7] [--tokens 16384,65536] [--steps 3] ...: the same over N ranks,
-//              see step_ranks.h; with --device host N ranks in host memory
+//              [--grad-wire fp32|bf16] see step_ranks.h; with --device host N ranks in host memory
 //
 // On the host device it also times the step's matmuls alone through oneDNN, after every step, and
 // tells where the step's time went, operation by operation, as the trace has it.

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "bench/step_compute.h"
 #include "bench/support/memory_ceiling.h"
+#include "bench/support/rank_waits.h"
 #include "bench/support/trace_times.h"
 #include "comm/thread_communicator.h"
 #include "cpu_adam/cpu_features.h"
@@ -44,11 +45,12 @@ struct Work {
 
 // One rank's measurement of steps with one number of micro-batches.
 struct RankTimes {
-  std::vector<double> seconds;  // of every step
-  double update_seconds = 0;    // host update, per step
-  double link_bytes = 0;        // up and down, per step
-  ComputeWaits waits;           // of the traced steps
+  std::vector<double> seconds;   // of every step
+  double update_seconds = 0;     // host update, per step
+  double link_bytes = 0;         // up and down, per step
+  std::vector<TraceSpan> trace;  // of the traced steps
   double traced_seconds = 0;
+  RankWaits waits;  // in them
   Stats stats;
 };
 
@@ -65,6 +67,7 @@ class Part {
     });
     fmt::print("(part took {:.1f} s, of it {:.1f} s until the first step)\n", seconds,
                opened_seconds_);
+    for (std::vector<RankTimes>& ranks : results_) match(ranks);
   }
 
   const std::vector<RankTimes>& results(size_t measurement) const { return results_[measurement]; }
@@ -119,8 +122,15 @@ class Part {
       times.traced_seconds += seconds_of([&] { engine.step(batches); });
     }
     engine.write_trace(path);
-    times.waits = compute_waits(path);
+    times.trace = read_trace(path);
     std::filesystem::remove(path);
+  }
+
+  static void match(std::vector<RankTimes>& ranks) {
+    std::vector<std::vector<TraceSpan>> traces;
+    for (RankTimes& rank : ranks) traces.push_back(std::move(rank.trace));
+    const std::vector<RankWaits> waits = rank_waits(traces);
+    for (size_t rank = 0; rank < ranks.size(); ++rank) ranks[rank].waits = waits[rank];
   }
 
   const Work& work_;
@@ -133,7 +143,8 @@ class Part {
 struct PartTimes {
   Summary step;  // the slowest rank's
   double tokens = 0;
-  double exposed_share = 0;  // the largest of the ranks
+  double exposed_share = 0;  // of a traced step, the largest of the ranks
+  double others_share = 0;   // likewise
 };
 
 PartTimes summarize_ranks(const Work& work, const std::vector<RankTimes>& ranks,
@@ -144,26 +155,37 @@ PartTimes summarize_ranks(const Work& work, const std::vector<RankTimes>& ranks,
     for (size_t i = 0; i < slowest.size(); ++i) {
       slowest[i] = std::max(slowest[i], rank.seconds[i]);
     }
-    times.exposed_share =
-        std::max(times.exposed_share, rank.waits.exposed_seconds / rank.traced_seconds);
+    const auto share = [&](double seconds) { return seconds / rank.traced_seconds; };
+    times.exposed_share = std::max(times.exposed_share, share(rank.waits.exposed_seconds));
+    times.others_share = std::max(times.others_share, share(rank.waits.others_seconds()));
   }
   times.step = summarize(slowest);
   times.tokens = static_cast<double>(micro_batches) * work.micro_tokens() * work.ranks;
   return times;
 }
 
+// "12.3 % (update 10.0, upload 2.3)"
+std::string shares(const WaitCauses& causes, double sum, double whole) {
+  std::vector<std::string> parts;
+  for (const auto& [cause, seconds] : causes) {
+    parts.push_back(fmt::format("{} {:.1f}", cause, 100 * seconds / whole));
+  }
+  return fmt::format("{:.1f} %{}", 100 * sum / whole,
+                     parts.empty() ? "" : fmt::format(" ({})", fmt::join(parts, ", ")));
+}
+
 // Shares of a traced step in which the compute queue of each rank works, and waits for what.
 void print_waits(const std::vector<RankTimes>& ranks) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const RankTimes& own = ranks[rank];
-    fmt::print("    rank {}: compute works {:.1f} %", rank,
-               100 * own.waits.busy_seconds / own.traced_seconds);
-    for (const auto& [what, seconds] : own.waits.wait_seconds) {
-      fmt::print(", {} {:.1f} %", what, 100 * seconds / own.traced_seconds);
-    }
-    fmt::print("; exposed communication {:.2f} %; device {}, host {}\n",
-               100 * own.waits.exposed_seconds / own.traced_seconds,
-               format_bytes(own.stats.device_peak_bytes), format_bytes(own.stats.host_bytes));
+    const RankWaits& waits = own.waits;
+    const double whole = own.traced_seconds;
+    fmt::print(
+        "    rank {}: compute works {:.1f} %, waits for its own rank {}, for other ranks {}; "
+        "exposed communication {:.2f} %; device {}, host {}\n",
+        rank, 100 * waits.compute_seconds / whole, shares(waits.own, waits.own_seconds(), whole),
+        shares(waits.others, waits.others_seconds(), whole), 100 * waits.exposed_seconds / whole,
+        format_bytes(own.stats.device_peak_bytes), format_bytes(own.stats.host_bytes));
   }
 }
 
@@ -181,8 +203,9 @@ void print_part(const Work& work, const Part& part, const std::vector<ComputeTim
               times.step, times.tokens, compute[i].flops * work.ranks);
     fmt::print(
         "    {:.0f} tok/s per rank; {:.3f} x one device's compute-only rate, efficiency {:.3f}; "
-        "exposed communication at most {:.2f} % of a step\n",
-        rate / work.ranks, rate / alone, rate / alone / work.ranks, 100 * times.exposed_share);
+        "exposed communication at most {:.2f} % of a step, waits for other ranks {:.1f} %\n",
+        rate / work.ranks, rate / alone, rate / alone / work.ranks, 100 * times.exposed_share,
+        100 * times.others_share);
     print_waits(ranks);
     double link_bytes = 0;
     double update_seconds = 0;

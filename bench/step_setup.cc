@@ -67,6 +67,7 @@ EngineConfig make_config(const Options& options, int64_t tokens) {
   config.precision = precision == "fp32"   ? Precision::kF32
                      : precision == "fp16" ? Precision::kF16
                                            : Precision::kBF16;
+  if (options.get("grad-wire", "fp32") == "bf16") config.gradient_wire = DType::kBF16;
   config.batch.sequence_length = options.number("sequence", 2048);
   config.batch.micro_batch_size = options.number("micro-batch", 8);
   const int64_t micro_tokens = config.batch.sequence_length * config.batch.micro_batch_size;

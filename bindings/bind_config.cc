@@ -114,7 +114,8 @@ void bind_config(py::module_& module) {
 
   py::class_<EngineConfig> engine(
       module, "EngineConfig",
-      "device: auto, host, cuda or cuda:N. threads 0: every usable "
+      "device: auto, host, cuda or cuda:N. gradient_wire: what gradients travel as between ranks, "
+      "F32 or BF16 (half the bytes; every contribution is rounded once). threads 0: every usable "
       "core. reference_ops: plain loops "
       "instead of oneDNN (host only). from_scratch: random weights instead of "
       "the folder's. evaluate_only: no masters, moments or gradients; the engine only evaluates "
@@ -124,6 +125,7 @@ void bind_config(py::module_& module) {
   def_keyword_init<EngineConfig>(engine);
   engine.def_readwrite("device", &EngineConfig::device)
       .def_readwrite("precision", &EngineConfig::precision)
+      .def_readwrite("gradient_wire", &EngineConfig::gradient_wire)
       .def_readwrite("batch", &EngineConfig::batch)
       .def_readwrite("optimizer", &EngineConfig::optimizer)
       .def_readwrite("schedule", &EngineConfig::schedule)

@@ -31,6 +31,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("evaluates_only", &PlanReport::evaluates_only)
       .def_readonly("parameters", &PlanReport::parameters)
       .def_readonly("ranks", &PlanReport::ranks)
+      .def_readonly("gradient_wire", &PlanReport::gradient_wire)
       .def_readonly("tokens_per_step", &PlanReport::tokens_per_step)
       .def_readonly("device_peak_bytes", &PlanReport::device_peak_bytes)
       .def_readonly("device_fixed_bytes", &PlanReport::device_fixed_bytes)

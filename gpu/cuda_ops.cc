@@ -123,6 +123,17 @@ void CudaOps::add(Queue& queue, void* to, const void* from, int64_t numel, DType
   kernels::add(to, from, numel, dtype, issue.stream());
 }
 
+void CudaOps::narrow(Queue& queue, const float* from, void* to, int64_t numel, DType dtype) {
+  const Issue issue(queue, "narrow");
+  kernels::narrow(from, to, numel, dtype, issue.stream());
+}
+
+void CudaOps::sum_rows(Queue& queue, const void* from, float* to, int64_t rows, int64_t numel,
+                       DType dtype) {
+  const Issue issue(queue, "sum_rows");
+  kernels::sum_rows(from, to, rows, numel, dtype, issue.stream());
+}
+
 size_t CudaOps::grad_norm_scratch_bytes(int64_t numel) const {
   return kernels::grad_norm_scratch_bytes(numel);
 }

@@ -38,6 +38,9 @@ class CudaOps final : public Ops {
   void embedding_backward(Queue& queue, const EmbeddingBackwardArgs& args) override;
   void cross_entropy(Queue& queue, const CrossEntropyArgs& args) override;
   void add(Queue& queue, void* to, const void* from, int64_t numel, DType dtype) override;
+  void narrow(Queue& queue, const float* from, void* to, int64_t numel, DType dtype) override;
+  void sum_rows(Queue& queue, const void* from, float* to, int64_t rows, int64_t numel,
+                DType dtype) override;
   size_t grad_norm_scratch_bytes(int64_t numel) const override;
   void round_grad(Queue& queue, const RoundGradArgs& args) override;
   void finish_norm(Queue& queue, const FinishNormArgs& args) override;

@@ -19,6 +19,10 @@ NcclApi::NcclApi() : library_("libnccl.so.2") {
   find(all_gather, "ncclAllGather");
   find(reduce_scatter, "ncclReduceScatter");
   find(broadcast, "ncclBroadcast");
+  find(group_start, "ncclGroupStart");
+  find(group_end, "ncclGroupEnd");
+  find(send, "ncclSend");
+  find(recv, "ncclRecv");
   check(library_.loaded(), ErrorCode::kCommunicator,
         "several GPUs need NCCL, which cannot be loaded: {}; install it, or start one process",
         library_.error());

@@ -6,14 +6,12 @@
 #include "base/log.h"
 #include "base/thread.h"
 #include "gpu/cuda_queue.h"
-#include "gpu/device_buffer.h"
 #include "gpu/device_scope.h"
 
 namespace orlop {
 namespace {
 
 constexpr std::chrono::milliseconds kWatchInterval{50};
-constexpr std::chrono::microseconds kPollInterval{50};
 
 ncclDataType_t nccl_type(DType dtype) {
   switch (dtype) {
@@ -45,14 +43,10 @@ ncclDataType_t nccl_type(DType dtype) {
 NcclCommunicator::NcclCommunicator(int device, Communicator& host, double timeout_seconds)
     : device_(device), host_(host), timeout_(timeout_seconds) {
   const DeviceScope scope(device_);
-  try {
+  start([this] {
     connect();
     warm_up();
-  } catch (const std::exception& error) {
-    host_.abort(error.what());
-    end_collectives();
-    throw;
-  }
+  });
   watchdog_ = start_thread("nccl", [this] { watch(); });
 }
 
@@ -88,36 +82,23 @@ void NcclCommunicator::connect() {
   settle(result, "ncclCommInitRankConfig");
 }
 
-// Makes NCCL take its memory and its connections before the budget of the device is measured, and
-// shows that what arrives is what was sent.
-void NcclCommunicator::warm_up() {
-  const size_t ranks = static_cast<size_t>(world_size());
-  constexpr size_t kCount = size_t{1} << 18;  // floats: more than small messages' protocols carry
-  const CudaStream stream(0);
-  const DeviceBuffer buffer(ranks * kCount * sizeof(float));
-  float* all = static_cast<float*>(buffer.data());
-  float* own = all + static_cast<size_t>(rank()) * kCount;
-  std::vector<float> values(kCount, static_cast<float>(rank() + 1));
-  ORLOP_CUDA(cudaMemcpy(own, values.data(), kCount * sizeof(float), cudaMemcpyHostToDevice));
-  settle(nccl_.all_gather(own, all, kCount, ncclFloat32, comm_, stream.get()), "first all_gather");
-  settle(nccl_.reduce_scatter(all, own, kCount, ncclFloat32, ncclSum, comm_, stream.get()),
-         "first reduce_scatter");
-  const CudaEvent end(device_);
-  ORLOP_CUDA(cudaEventRecord(end.get(), stream.get()));
-  const Clock::time_point begin = Clock::now();
-  while (!end.query()) {
-    check(Clock::now() - begin < timeout_ && host_.failure().empty(), ErrorCode::kCommunicator,
-          "NCCL's first collectives do not end; {}",
-          host_.failure().empty() ? "look at NCCL_DEBUG=INFO, and at the size of /dev/shm"
-                                  : host_.failure());
-    std::this_thread::sleep_for(kPollInterval);
+// This rank's own row is copied; the others go directly, all at the same time.
+ncclResult_t NcclCommunicator::exchange_rows(const void* send, void* recv, const CollectiveId& id,
+                                             cudaStream_t stream) {
+  const size_t bytes = static_cast<size_t>(id.count) * dtype_bytes(id.dtype);
+  ORLOP_CUDA(cudaMemcpyAsync(row_of(recv, rank(), id), row_of(send, rank(), id), bytes,
+                             cudaMemcpyDeviceToDevice, stream));
+  ncclResult_t result = nccl_.group_start();
+  const auto add = [&](ncclResult_t one) {
+    if (one != ncclSuccess && one != ncclInProgress) result = one;
+  };
+  for (int other = 0; other < world_size(); ++other) {
+    if (other == rank()) continue;
+    add(nccl_.send(row_of(send, other, id), bytes, ncclUint8, other, comm_, stream));
+    add(nccl_.recv(row_of(recv, other, id), bytes, ncclUint8, other, comm_, stream));
   }
-  ORLOP_CUDA(cudaMemcpy(values.data(), own, kCount * sizeof(float), cudaMemcpyDeviceToHost));
-  const float want = static_cast<float>(ranks * static_cast<size_t>(rank() + 1));
-  for (size_t i = 0; i < kCount; ++i) {
-    check(values[i] == want, ErrorCode::kCommunicator,
-          "NCCL's first collectives give {} instead of {} at element {}", values[i], want, i);
-  }
+  const ncclResult_t ended = nccl_.group_end();
+  return result == ncclSuccess ? ended : result;
 }
 
 void NcclCommunicator::all_gather(Queue& queue, const void* send, void* recv, int64_t count,
@@ -138,6 +119,13 @@ void NcclCommunicator::reduce_scatter(Queue& queue, const void* send, void* recv
           return nccl_.reduce_scatter(send, recv, static_cast<size_t>(count), nccl_type(dtype),
                                       ncclSum, comm_, stream);
         });
+}
+
+void NcclCommunicator::all_to_all(Queue& queue, const void* send, void* recv, int64_t count,
+                                  DType dtype, std::string_view what) {
+  if (count == 0) return;
+  const CollectiveId id = make_collective_id(CollectiveKind::kAllToAll, dtype, count, 0, what);
+  issue(queue, id, [&](cudaStream_t stream) { return exchange_rows(send, recv, id, stream); });
 }
 
 void NcclCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,7 +19,8 @@ namespace orlop {
 // The ranks of a run with one GPU each: collectives of device memory by NCCL, on the stream of the
 // queue that they are given; everything else by the host communicator of the same ranks, which also
 // knows when one of them dies. reduce_scatter sums in an order that is fixed by count, number of
-// ranks and machine, not in that of the ranks.
+// ranks and machine, not in that of the ranks; all_to_all, by messages between two ranks each,
+// moves bytes as they are.
 //
 // A thread of its own ("nccl") watches what has been issued. An error of NCCL, a collective that
 // does not end in time and a failure of the host communicator end all collectives of this rank, so
@@ -38,6 +40,9 @@ class NcclCommunicator final : public Communicator {
                   std::string_view what) override;
   void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
                       std::string_view what) override;
+  void all_to_all(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                  std::string_view what) override;
+  void prepare_all_to_all() override;
   void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
                  std::string_view what) override;
   void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,
@@ -53,6 +58,7 @@ class NcclCommunicator final : public Communicator {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::microseconds kPollInterval{50};
 
   // A collective that its stream has not reached the end of.
   struct Issued {
@@ -63,6 +69,13 @@ class NcclCommunicator final : public Communicator {
 
   void connect();
   void warm_up();
+  void start(const std::function<void()>& work);
+  std::string give_up(const std::exception& error);
+  std::vector<float> first(const char* what, const void* result, size_t numel,
+                           const std::function<void(cudaStream_t)>& issue);
+  void exchange_first();
+  ncclResult_t exchange_rows(const void* send, void* recv, const CollectiveId& id,
+                             cudaStream_t stream);
   template <typename Call>
   void issue(Queue& queue, const CollectiveId& id, const Call& call);
   void settle(ncclResult_t result, const std::string& what);

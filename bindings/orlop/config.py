@@ -192,6 +192,13 @@ _OPTIONS = (
     Option("decay_ratio", _ratio, 0.1, "share of the steps in which wsd decays"),
     # Machine.
     Option("precision", _one_of("bf16", "fp16", "fp32"), "bf16", "dtype of compute"),
+    Option(
+        "grad_wire",
+        _one_of("fp32", "bf16"),
+        "fp32",
+        "dtype of gradients between ranks; bf16: half the bytes, each rank's part is rounded once and summed in fp32",
+        ("gradient_wire",),
+    ),
     Option("bf16", parse_bool, None, "same as --precision bf16", is_flag=True),
     Option("fp16", parse_bool, None, "same as --precision fp16", is_flag=True),
     Option("device", str, "auto", "auto, host, cuda or cuda:N"),

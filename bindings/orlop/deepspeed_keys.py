@@ -71,7 +71,7 @@ KEYS: dict[str, Key] = {
     "data_types.buffer_dtype": Key("B", None, "buffers follow module.to()", str),
     # clipping and communication
     "gradient_clipping": Key("A", 1.0, "2-norm over all gradients; 0: none"),
-    "communication_data_type": Key("B", None, _COMM, str),
+    "communication_data_type": Key("B", None, _COMM + "; over ranks of orlop finetune: --grad-wire fp32|bf16", str),
     "seq_parallel_communication_data_type": Key("B", "fp32", _COMM),
     "gradient_allreduce_op": Key("B", "mean", _COMM),
     "prescale_gradients": Key("B", False, _COMM),

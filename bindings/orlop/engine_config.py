@@ -45,6 +45,7 @@ def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:
     return _orlop.EngineConfig(
         device=config.device,
         precision=_PRECISIONS[config.precision],
+        gradient_wire=_orlop.DType.BF16 if config.grad_wire == "bf16" else _orlop.DType.F32,
         batch=batch_config(config),
         optimizer=_orlop.OptimizerConfig(
             learning_rate=config.lr,

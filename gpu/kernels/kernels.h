@@ -32,6 +32,10 @@ void embedding_backward(const EmbeddingBackwardArgs& args, cudaStream_t stream);
 void cross_entropy(const CrossEntropyArgs& args, cudaStream_t stream);
 void add(void* to, const void* from, int64_t numel, DType dtype, cudaStream_t stream);
 
+void narrow(const float* from, void* to, int64_t numel, DType dtype, cudaStream_t stream);
+void sum_rows(const void* from, float* to, int64_t rows, int64_t numel, DType dtype,
+              cudaStream_t stream);
+
 size_t grad_norm_scratch_bytes(int64_t numel);
 void round_grad(const RoundGradArgs& args, cudaStream_t stream);
 

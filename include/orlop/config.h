@@ -89,6 +89,9 @@ struct PlacementConfig {
 struct EngineConfig {
   std::string device = "auto";  // auto, host, cuda, cuda:N
   Precision precision = Precision::kBF16;
+  // What gradients travel as between ranks: kF32, or kBF16, half the bytes. Then every rank rounds
+  // its contribution once, and they are added in fp32 in the order of ranks.
+  DType gradient_wire = DType::kF32;
   BatchConfig batch;
   OptimizerConfig optimizer;
   ScheduleConfig schedule;

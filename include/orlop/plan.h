@@ -31,8 +31,9 @@ struct ORLOP_EXPORT PlanReport {
   std::string device;
   bool evaluates_only = false;  // then a step is the evaluation of one micro-batch
   int64_t parameters = 0;
-  int ranks = 1;                // bytes and times are those of one of them
-  int64_t tokens_per_step = 0;  // of all ranks
+  int ranks = 1;                      // bytes and times are those of one of them
+  DType gradient_wire = DType::kF32;  // what gradients travel as between them
+  int64_t tokens_per_step = 0;        // of all ranks
   size_t device_peak_bytes = 0;
   size_t device_fixed_bytes = 0;  // of it context, libraries and matmul workspace
   size_t device_budget_bytes = 0;

@@ -242,6 +242,12 @@ class Ops {
   virtual void cross_entropy(Queue& queue, const CrossEntropyArgs& args) = 0;
   // to += from, (numel) of dtype
   virtual void add(Queue& queue, void* to, const void* from, int64_t numel, DType dtype) = 0;
+  // to (numel) of dtype = from (numel) fp32, round to nearest even
+  virtual void narrow(Queue& queue, const float* from, void* to, int64_t numel, DType dtype) = 0;
+  // to (numel) fp32 = sum of the rows of from (rows, numel) of dtype, in fp32, from the first row
+  // on
+  virtual void sum_rows(Queue& queue, const void* from, float* to, int64_t rows, int64_t numel,
+                        DType dtype) = 0;
   virtual size_t grad_norm_scratch_bytes(int64_t numel) const = 0;
   virtual void round_grad(Queue& queue, const RoundGradArgs& args) = 0;
   virtual void finish_norm(Queue& queue, const FinishNormArgs& args) = 0;

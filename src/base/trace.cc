@@ -47,7 +47,8 @@ void Tracer::add(int lane, std::string_view name, Clock::time_point begin, Clock
 void Tracer::write(const std::string& path) const {
   std::lock_guard lock(mutex_);
   std::ofstream out(path);
-  out << "{\"traceEvents\":[";
+  const std::chrono::duration<double, std::micro> origin = origin_.time_since_epoch();
+  out << fmt::format(R"({{"otherData":{{"originUs":"{:.3f}"}},"traceEvents":[)", origin.count());
   const char* separator = "\n";
   for (size_t i = 0; i < lanes_.size(); ++i) {
     out << separator

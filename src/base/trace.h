@@ -25,7 +25,9 @@ class Tracer {
   int lane(std::string_view name);
   void add(int lane, std::string_view name, Clock::time_point begin, Clock::time_point end);
 
-  // Writes all spans so far. Throws Error(kIo).
+  // Writes all spans so far; times count from "originUs" of "otherData", which is the machine's
+  // monotonic clock in microseconds, so that the traces of its ranks can be laid over each other.
+  // Throws Error(kIo).
   void write(const std::string& path) const;
 
  private:

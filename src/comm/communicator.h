@@ -39,6 +39,15 @@ class Communicator {
   virtual void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count,
                               DType dtype, std::string_view what) = 0;
 
+  // Row r of recv (world_size, count) = row rank() of send (world_size, count) of rank r. The two
+  // are different memory.
+  virtual void all_to_all(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                          std::string_view what) = 0;
+
+  // Takes now what the first all_to_all would take besides the caller's memory: before a device's
+  // budget is measured. Every rank calls it.
+  virtual void prepare_all_to_all() {}
+
   // buffer (count) of every rank = that of `root`.
   virtual void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
                          std::string_view what) = 0;

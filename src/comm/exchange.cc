@@ -95,6 +95,17 @@ void Exchange::start_data() {
       }
       break;
     }
+    case CollectiveKind::kAllToAll:
+      if (bytes > 0) {
+        std::memcpy(row_of(call_.recv, rank_, id), row_of(call_.send, rank_, id), bytes);
+      }
+      for (int step = 1; step < world_size_; ++step) {
+        const int from = (rank_ + world_size_ - step) % world_size_;
+        const int to = (rank_ + step) % world_size_;
+        receive(from, row_of(call_.recv, from, id), bytes);
+        send(to, row_of(call_.send, to, id), bytes);
+      }
+      break;
     case CollectiveKind::kReduceScatter:
       round_begin_ = 0;
       start_round();

@@ -26,6 +26,8 @@ const char* collective_name(CollectiveKind kind) {
       return "all_gather";
     case CollectiveKind::kReduceScatter:
       return "reduce_scatter";
+    case CollectiveKind::kAllToAll:
+      return "all_to_all";
     case CollectiveKind::kBroadcast:
       return "broadcast";
   }
@@ -109,6 +111,12 @@ void HostCommunicator::reduce_scatter(Queue& queue, const void* send, void* recv
         {make_collective_id(CollectiveKind::kReduceScatter, dtype, count, 0, what), send, recv});
 }
 
+void HostCommunicator::all_to_all(Queue& queue, const void* send, void* recv, int64_t count,
+                                  DType dtype, std::string_view what) {
+  ORLOP_INVARIANT(send != recv || count == 0);
+  issue(queue, {make_collective_id(CollectiveKind::kAllToAll, dtype, count, 0, what), send, recv});
+}
+
 void HostCommunicator::broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
                                  std::string_view what) {
   check_root(root);
@@ -155,6 +163,9 @@ class HostCommunicator::Beside final : public Communicator {
     refuse(what);
   }
   void reduce_scatter(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
+    refuse(what);
+  }
+  void all_to_all(Queue&, const void*, void*, int64_t, DType, std::string_view what) override {
     refuse(what);
   }
   void broadcast(Queue&, void*, int64_t, DType, int, std::string_view what) override {

@@ -11,7 +11,7 @@ namespace orlop {
 
 class HostCommunicator;
 
-enum class CollectiveKind : uint8_t { kAllGather, kReduceScatter, kBroadcast };
+enum class CollectiveKind : uint8_t { kAllGather, kReduceScatter, kAllToAll, kBroadcast };
 const char* collective_name(CollectiveKind kind);
 
 // What all ranks must agree on, as plain bytes.
@@ -88,6 +88,8 @@ class HostCommunicator : public Communicator {
                   std::string_view what) final;
   void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
                       std::string_view what) final;
+  void all_to_all(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                  std::string_view what) final;
   void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
                  std::string_view what) final;
   void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,

@@ -17,6 +17,11 @@ void SingleCommunicator::reduce_scatter(Queue& queue, const void* send, void* re
   all_gather(queue, send, recv, count, dtype, what);
 }
 
+void SingleCommunicator::all_to_all(Queue& queue, const void* send, void* recv, int64_t count,
+                                    DType dtype, std::string_view what) {
+  all_gather(queue, send, recv, count, dtype, what);
+}
+
 void SingleCommunicator::broadcast(Queue&, void*, int64_t, DType, int root, std::string_view) {
   check(root == 0, ErrorCode::kCommunicator, "broadcast from rank {} in a run with one rank", root);
 }

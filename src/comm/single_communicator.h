@@ -21,6 +21,8 @@ class SingleCommunicator final : public Communicator {
                   std::string_view what) override;
   void reduce_scatter(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
                       std::string_view what) override;
+  void all_to_all(Queue& queue, const void* send, void* recv, int64_t count, DType dtype,
+                  std::string_view what) override;
   void broadcast(Queue& queue, void* buffer, int64_t count, DType dtype, int root,
                  std::string_view what) override;
   void all_gather_values(std::span<const std::byte> send, std::span<std::byte> recv,

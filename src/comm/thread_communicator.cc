@@ -134,6 +134,12 @@ void ThreadCommunicator::execute(const CollectiveCall& call, Channel channel) {
       sum_in_order(rows, call.recv, call.id.count, call.id.dtype);
       break;
     }
+    case CollectiveKind::kAllToAll:
+      for (int r = 0; r < group_->world_size; ++r) {
+        copy_row(row_of(call.recv, r, call.id), row_of(meeting.call(r).send, rank_, call.id),
+                 call.id);
+      }
+      break;
     case CollectiveKind::kBroadcast:
       copy_row(call.recv, meeting.call(call.id.root).send, call.id);
       break;

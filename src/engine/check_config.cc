@@ -117,6 +117,9 @@ void check_config(const EngineConfig& config, const TransformerConfig& model) {
   check_optimizer(config.optimizer);
   check_schedule(config.schedule);
   check_nvme(config);
+  check(config.gradient_wire == DType::kF32 || config.gradient_wire == DType::kBF16,
+        ErrorCode::kUsage, "gradient_wire is {}; it may be F32 or BF16",
+        dtype_name(config.gradient_wire));
   check_count(config.max_skipped_steps, "max_skipped_steps");
   check(config.threads >= 0, ErrorCode::kUsage,
         "threads is {}; it must be at least 1, or 0 for every core", config.threads);

@@ -293,13 +293,12 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_round_grad(walk, op, queue);
       break;
     case OpKind::kAllGather:
-      issue_all_gather(walk.plan, op, queue);
-      break;
     case OpKind::kReduceScatter:
-      issue_reduce_scatter(walk.plan, op, queue);
-      break;
+    case OpKind::kNarrowGrad:
+    case OpKind::kExchangeGrad:
+    case OpKind::kSumGrad:
     case OpKind::kGatherNorms:
-      issue_gather_norms(walk.plan, queue);
+      issue_between_ranks(walk.plan, op, queue);
       break;
     case OpKind::kFinishNorm:
       issue_finish_norm(walk, op, queue);
@@ -410,8 +409,7 @@ void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
   const BufferUse* rounded = find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice);
   std::byte* sums = norm_row(plan);
   RoundGradArgs args;
-  args.grad = reinterpret_cast<const float*>(
-      own_row(plan.buffer(*find_use(plan, op, BufferKind::kGrad, Tier::kDevice))));
+  args.grad = reinterpret_cast<const float*>(own_row(plan.buffer(op.uses.front())));
   args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
   args.square_sum = reinterpret_cast<double*>(sums) + op.param;
   args.first_nonfinite =

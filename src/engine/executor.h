@@ -98,13 +98,18 @@ class Executor {
   void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
   void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_between_ranks(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_narrow_grad(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_exchange_grad(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_sum_grad(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_gather_norms(const StepPlan& plan, Queue& queue);
   void copy(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue);
   std::byte* address(const PlanBuffer& buffer) const;
-  // This rank's part of a FlatParam's gradient or compute copy on the device.
+  // This rank's part of a FlatParam's gradient or compute copy on the device; what is no array of
+  // all parts is that of this rank.
   std::byte* own_row(const PlanBuffer& buffer) const;
   std::byte* norm_row(const StepPlan& plan) const;
   std::byte* device_scalars(const StepPlan& plan) const;

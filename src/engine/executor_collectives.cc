@@ -17,6 +17,23 @@ std::byte* Executor::norm_row(const StepPlan& plan) const {
          static_cast<size_t>(ranks_.rank()) * row_bytes;
 }
 
+void Executor::issue_between_ranks(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  switch (op.kind) {
+    case OpKind::kAllGather:
+      return issue_all_gather(plan, op, queue);
+    case OpKind::kReduceScatter:
+      return issue_reduce_scatter(plan, op, queue);
+    case OpKind::kNarrowGrad:
+      return issue_narrow_grad(plan, op, queue);
+    case OpKind::kExchangeGrad:
+      return issue_exchange_grad(plan, op, queue);
+    case OpKind::kSumGrad:
+      return issue_sum_grad(plan, op, queue);
+    default:
+      return issue_gather_norms(plan, queue);
+  }
+}
+
 // This rank's part is in its row already, or is the first plane of the states on the device.
 void Executor::issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue) {
   const PlanBuffer& copy = plan.buffer(op.uses.front());
@@ -30,6 +47,25 @@ void Executor::issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queu
   const PlanBuffer& grad = plan.buffer(op.uses.front());
   ranks_.reduce_scatter(queue, address(grad), own_row(grad), input_.shard_numel(op.param),
                         DType::kF32, name_of(op.param));
+}
+
+void Executor::issue_narrow_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  const int64_t numel = input_.shard_numel(op.param) * input_.world_size;
+  backend_.ops().narrow(queue,
+                        reinterpret_cast<const float*>(address(plan.buffer(op.uses.front()))),
+                        address(plan.buffer(op.uses.back())), numel, input_.gradient_wire);
+}
+
+void Executor::issue_exchange_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  ranks_.all_to_all(queue, address(plan.buffer(op.uses.front())),
+                    address(plan.buffer(op.uses.back())), input_.shard_numel(op.param),
+                    input_.gradient_wire, name_of(op.param));
+}
+
+void Executor::issue_sum_grad(const StepPlan& plan, const PlanOp& op, Queue& queue) {
+  backend_.ops().sum_rows(queue, address(plan.buffer(op.uses.front())),
+                          reinterpret_cast<float*>(address(plan.buffer(op.uses.back()))),
+                          input_.world_size, input_.shard_numel(op.param), input_.gradient_wire);
 }
 
 void Executor::issue_gather_norms(const StepPlan& plan, Queue& queue) {

@@ -73,6 +73,17 @@ void agree_before(Planning& planning, Communicator& ranks) {
   for (size_t i = 0; i < values.size(); ++i) *figures[i] = values[i];
 }
 
+// Before the device's budget is measured.
+void prepare_wire(const EngineConfig& config, Communicator& ranks) {
+  const bool narrow = config.gradient_wire != DType::kF32 && !config.evaluate_only;
+  const size_t least = least_over_ranks(ranks, "gradient wire", narrow ? 1 : 0);
+  const size_t most = most_over_ranks(ranks, "gradient wire", narrow ? 1 : 0);
+  check(least == most, ErrorCode::kUsage,
+        "gradient_wire is {} on rank {} and another dtype on others; give every rank the same",
+        dtype_name(config.gradient_wire), ranks.rank());
+  if (narrow) ranks.prepare_all_to_all();
+}
+
 // Ranks with other models, configurations or devices would wait for each other in vain.
 void check_same_plan(const Planning& planning, Communicator& ranks) {
   const std::string text = planning.planned.train.to_text(planning.input) +
@@ -99,6 +110,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   planning.threads = config.threads > 0  ? config.threads
                      : ranks.threads > 0 ? ranks.threads
                                          : std::max(1, default_threads() / ranks.local);
+  if (ranks.ranks != nullptr && ranks.world_size > 1) prepare_wire(config, *ranks.ranks);
   planning.device = make_backend(config, ranks.local, planning.threads, tracer);
   const DeviceInfo info = planning.device.backend->info();
   // The thread that issues the step and the driver's need a core of their own: sharing one with the
@@ -111,6 +123,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   input.world_size = ranks.world_size;
   input.compute_dtype = dtype;
   input.moment_dtype = config.optimizer.moments;
+  input.gradient_wire = config.gradient_wire;
   input.shape = {config.batch.micro_batch_size * config.batch.sequence_length,
                  config.batch.sequence_length};
   input.hidden = planning.model.hidden;

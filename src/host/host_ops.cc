@@ -273,6 +273,27 @@ void HostOps::add(Queue& queue, void* to, const void* from, int64_t numel, DType
   });
 }
 
+void HostOps::narrow(Queue& queue, const float* from, void* to, int64_t numel, DType dtype) {
+  host_queue(queue).enqueue("narrow", [=, this] {
+    parallel_pieces(threads_, numel, kElementGrain, [&](int64_t begin, int64_t end) {
+      kernels(dtype).narrow(from + begin, at(to, begin, dtype), end - begin);
+    });
+  });
+}
+
+void HostOps::sum_rows(Queue& queue, const void* from, float* to, int64_t rows, int64_t numel,
+                       DType dtype) {
+  host_queue(queue).enqueue("sum_rows", [=, this] {
+    parallel_pieces(threads_, numel, kElementGrain, [&](int64_t begin, int64_t end) {
+      kernels(dtype).widen(at(from, begin, dtype), to + begin, end - begin);
+      for (int64_t row = 1; row < rows; ++row) {
+        const void* added = at(from, row * numel + begin, dtype);
+        kernels(dtype).accumulate(to + begin, added, end - begin);
+      }
+    });
+  });
+}
+
 // Logits of one chunk take about 16 MiB: enough rows for an efficient product, little beside the
 // gradient of the table.
 int64_t HostOps::head_chunk_rows(int64_t vocab, DType dtype) const {

@@ -274,10 +274,13 @@ class Checker {
   void check_collectives(bool training) const {
     std::vector<bool> gathered(plan_.buffers.size(), false);
     std::vector<int> reduced(placement_.params.size(), 0);
+    std::vector<int> stations(placement_.params.size(), 0);
     for (const PlanOp& op : plan_.ops) {
       if (op.kind == OpKind::kAllGather)
         gathered[static_cast<size_t>(op.uses.front().buffer)] = true;
-      if (op.kind == OpKind::kReduceScatter) ++reduced[static_cast<size_t>(op.param)];
+      const bool sums = op.kind == OpKind::kReduceScatter || op.kind == OpKind::kSumGrad;
+      if (sums) ++reduced[static_cast<size_t>(op.param)];
+      check_journey(op, stations);
       if (op.kind == OpKind::kRoundGrad) {
         check(reduced[static_cast<size_t>(op.param)] == 1, ErrorCode::kInternal,
               "plan_check: FlatParam {} is rounded before it is summed over the ranks", op.param);
@@ -295,6 +298,21 @@ class Checker {
       check(reduced[param] == 1, ErrorCode::kInternal,
             "plan_check: FlatParam {} is summed over the ranks {} times", param, reduced[param]);
     }
+  }
+
+  // In 16 bits a gradient is rounded, exchanged and summed, one after the other. `stations` counts
+  // how many of these a FlatParam's has behind it.
+  void check_journey(const PlanOp& op, std::vector<int>& stations) const {
+    const int station = op.kind == OpKind::kNarrowGrad     ? 0
+                        : op.kind == OpKind::kExchangeGrad ? 1
+                        : op.kind == OpKind::kSumGrad      ? 2
+                                                           : -1;
+    if (station < 0) return;
+    int& behind = stations[static_cast<size_t>(op.param)];
+    check(behind == station && input_.gradient_wire != DType::kF32, ErrorCode::kInternal,
+          "plan_check: {} of FlatParam {}, whose gradients travel as {}, comes after {} stations",
+          op_name(op.kind), op.param, dtype_name(input_.gradient_wire), behind);
+    ++behind;
   }
 
   // A block runs with the weights that the step began with.

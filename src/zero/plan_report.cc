@@ -21,6 +21,8 @@ const char* purpose(const PlanInput& input, const PlanBuffer& buffer) {
     case BufferKind::kRoundedGrad:
       if (!host) return "gradients, rounded";
       return buffer.persistent ? "gradients, waiting for the norm" : "gradients, being read";
+    case BufferKind::kWire:
+      return "gradients, between ranks";
     case BufferKind::kInput:
       return "block inputs";
     case BufferKind::kActivationGrad:
@@ -101,6 +103,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.evaluates_only = input.evaluates_only;
   report.parameters = input.layout.trainable_numel();
   report.ranks = input.world_size;
+  report.gradient_wire = input.gradient_wire;
   report.tokens_per_step = input.shape.rows * input.micro_batches * input.world_size;
   report.device_peak_bytes =
       input.device_fixed_bytes + std::max(plan.device_bytes, planned.eval.device_bytes);
@@ -154,10 +157,22 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   return report;
 }
 
+namespace {
+
+std::string rank_text(const PlanReport& report) {
+  const bool narrow = !report.evaluates_only && report.gradient_wire != DType::kF32;
+  return fmt::format("; each of {} ranks{}:", report.ranks,
+                     narrow ? fmt::format(", which send each other gradients in {}",
+                                          dtype_name(report.gradient_wire))
+                            : "");
+}
+
+}  // namespace
+
 std::string PlanReport::to_text() const {
   std::string text = fmt::format("{} on {}: {:.1f} M parameters, {} tokens per step{}\n", model,
                                  device, static_cast<double>(parameters) / 1e6, tokens_per_step,
-                                 ranks == 1 ? "" : fmt::format("; each of {} ranks:", ranks));
+                                 ranks == 1 ? "" : rank_text(*this));
   const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
                                              static_cast<double>(state_bytes)
                                        : 0.0;
@@ -216,6 +231,7 @@ std::string PlanReport::to_json() const {
                              {"evaluates_only", evaluates_only},
                              {"parameters", parameters},
                              {"ranks", ranks},
+                             {"gradient_wire", dtype_name(gradient_wire)},
                              {"tokens_per_step", tokens_per_step},
                              {"device_peak_bytes", device_peak_bytes},
                              {"device_fixed_bytes", device_fixed_bytes},

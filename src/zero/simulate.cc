@@ -111,15 +111,17 @@ double op_seconds(const PlanInput& input, const StepPlan& plan, const PlanOp& op
     case OpKind::kUploadParam:
       return seconds(input.shard_param_bytes(op.param), profile.upload_bytes_per_s);
     case OpKind::kAllGather:
-      return seconds(input.param_bytes(op.param) - input.shard_param_bytes(op.param),
-                     profile.collective_bytes_per_s);
-    case OpKind::kReduceScatter: {
-      const size_t others = static_cast<size_t>(input.world_size - 1);
-      return seconds(others * static_cast<size_t>(input.shard_numel(op.param)) * sizeof(float),
-                     profile.collective_bytes_per_s);
-    }
+    case OpKind::kReduceScatter:
+    case OpKind::kExchangeGrad:
     case OpKind::kGatherNorms:
-      return seconds(largest_use(plan, op, Tier::kDevice), profile.collective_bytes_per_s);
+      return seconds(received_bytes(input, op), profile.collective_bytes_per_s);
+    case OpKind::kNarrowGrad:
+      return seconds(input.grad_bytes(op.param) + input.wire_bytes(op.param),
+                     profile.device_bytes_per_s);
+    case OpKind::kSumGrad:
+      return seconds(input.wire_bytes(op.param) +
+                         static_cast<size_t>(input.shard_numel(op.param)) * sizeof(float),
+                     profile.device_bytes_per_s);
     case OpKind::kUploadBatch:
     case OpKind::kUploadInput:
     case OpKind::kUnparkGrad:

@@ -40,6 +40,10 @@ size_t PlanInput::shard_param_bytes(int param) const {
   return static_cast<size_t>(shard_numel(param)) * dtype_bytes(compute_dtype);
 }
 
+size_t PlanInput::wire_bytes(int param) const {
+  return static_cast<size_t>(shard_numel(param) * world_size) * dtype_bytes(gradient_wire);
+}
+
 size_t PlanInput::rounded_grad_bytes(int param) const { return shard_param_bytes(param); }
 
 size_t PlanInput::state_bytes_per_element() const {
@@ -120,6 +124,22 @@ std::vector<int> update_order(const StepPlan& plan) {
   return order;
 }
 
+size_t received_bytes(const PlanInput& input, const PlanOp& op) {
+  const size_t others = static_cast<size_t>(input.world_size - 1);
+  switch (op.kind) {
+    case OpKind::kAllGather:
+      return others * input.shard_param_bytes(op.param);
+    case OpKind::kReduceScatter:
+    case OpKind::kExchangeGrad:
+      return others * static_cast<size_t>(input.shard_numel(op.param)) *
+             dtype_bytes(input.gradient_wire);
+    case OpKind::kGatherNorms:
+      return others * norm_row_bytes(input.layout.flat_params.size());
+    default:
+      return 0;
+  }
+}
+
 size_t snapshot_count(const PlanInput& input, const std::vector<int>& order) {
   size_t bytes = 0;
   size_t count = 0;
@@ -167,6 +187,12 @@ const char* op_name(OpKind kind) {
       return "unpark_grad";
     case OpKind::kReduceScatter:
       return "reduce_scatter";
+    case OpKind::kNarrowGrad:
+      return "narrow_grad";
+    case OpKind::kExchangeGrad:
+      return "exchange_grad";
+    case OpKind::kSumGrad:
+      return "sum_grad";
     case OpKind::kRoundGrad:
       return "round_grad";
     case OpKind::kOffloadGrad:
@@ -227,6 +253,8 @@ const char* buffer_name(BufferKind kind) {
       return "grad";
     case BufferKind::kRoundedGrad:
       return "rounded_grad";
+    case BufferKind::kWire:
+      return "wire";
     case BufferKind::kNormScratch:
       return "norm_scratch";
     case BufferKind::kInput:

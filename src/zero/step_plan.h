@@ -22,6 +22,9 @@ struct PlanInput {
   int world_size = 1;
   DType compute_dtype = DType::kBF16;
   DType moment_dtype = DType::kF32;
+  // What gradients travel as between ranks. kF32: a reduction. kBF16: every rank rounds its
+  // contribution once, and who owns a part adds those of all ranks in fp32, in the order of ranks.
+  DType gradient_wire = DType::kF32;
   // No step trains: the states of a FlatParam are its compute copy alone, and there are neither
   // gradients nor updates. With it micro_batches is 1.
   bool evaluates_only = false;
@@ -50,6 +53,7 @@ struct PlanInput {
   size_t param_bytes(int param) const;         // compute copy of all parts
   size_t grad_bytes(int param) const;          // fp32, of all parts
   size_t shard_param_bytes(int param) const;   // compute copy of one part
+  size_t wire_bytes(int param) const;          // the gradient of all parts as it travels
   size_t rounded_grad_bytes(int param) const;  // of one part: what the optimizer reads
   // Of one part: masters and moments, compute copy included, or that alone.
   size_t state_bytes(int param) const;
@@ -146,6 +150,9 @@ enum class OpKind : uint8_t {
                    // backward pass hands to the embedding
   kUnparkGrad,     // and back
   kReduceScatter,  // param: this rank's row of the gradient becomes the sum over all ranks
+  kNarrowGrad,     // param: the gradient of all parts, to the dtype in which it travels
+  kExchangeGrad,   // param: every rank gets what all of them have for its part, in their order
+  kSumGrad,        // param: and adds it up
   kRoundGrad,      // param: this rank's part, to the optimizer's dtype, with its share of the norm
   kOffloadGrad,  // param: rounded gradient to pinned memory, and its own StepScalars if it has any
   kOffloadLoss,  // micro_batch: loss of every row
@@ -163,6 +170,7 @@ enum class BufferKind : uint8_t {
   kParam,        // param: compute copy
   kGrad,         // param: fp32; in the host tier: parked
   kRoundedGrad,  // param; in the host tier: waits there for its update
+  kWire,         // param: its gradient as it leaves for other ranks; then the fp32 sum of one part
   kNormScratch,
   kInput,           // block, micro_batch: block input
   kActivationGrad,  // micro_batch: gradient that travels down the blocks
@@ -268,6 +276,9 @@ const BufferUse* find_use(const StepPlan& plan, const PlanOp& op, BufferKind kin
 
 // FlatParams in the order in which a training step updates them.
 std::vector<int> update_order(const StepPlan& plan);
+
+// Bytes that a rank receives from others in an operation.
+size_t received_bytes(const PlanInput& input, const PlanOp& op);
 
 // How many of the first of `order` a save can copy to the snapshot at once.
 size_t snapshot_count(const PlanInput& input, const std::vector<int>& order);

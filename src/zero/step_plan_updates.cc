@@ -45,10 +45,8 @@ size_t ParamUpdates::chunk_bytes(const ChunkOfParam& piece) const {
 }
 
 void ParamUpdates::take_gradient(int param, int grad) {
-  if (draft_.has_ranks()) {
-    draft_.emit(OpKind::kReduceScatter, PlanLaneKind::kComm, {{grad, true}}).param = param;
-  }
-  const int rounded = round_grad(param, grad);
+  const int summed = draft_.has_ranks() ? sum_over_ranks(param, grad) : grad;
+  const int rounded = round_grad(param, summed);
   if (!draft_.input.updates_wait_for_norm) {
     update_now(param, rounded);
   } else if (!draft_.is_on_device(param)) {
@@ -57,6 +55,26 @@ void ParamUpdates::take_gradient(int param, int grad) {
               {{rounded, false}, {draft_.param(param).rounded, true}})
         .param = param;
   }
+}
+
+// Returns the buffer that holds the sum of this rank's part. A gradient that travels in 16 bits
+// arrives where it was in fp32, and is summed into the bytes in which it has left: those of at
+// least two parts of 16 bits.
+int ParamUpdates::sum_over_ranks(int param, int grad) {
+  const auto emit = [&](OpKind kind, const std::vector<BufferUse>& uses) {
+    draft_.emit(kind, PlanLaneKind::kComm, uses).param = param;
+  };
+  if (draft_.input.gradient_wire == DType::kF32) {
+    emit(OpKind::kReduceScatter, {{grad, true}});
+    return grad;
+  }
+  const int wire =
+      draft_.add_param_buffer(BufferKind::kWire, param, draft_.input.wire_bytes(param));
+  emit(OpKind::kNarrowGrad, {{grad, false}, {wire, true}});
+  emit(OpKind::kExchangeGrad, {{wire, false}, {grad, true}});
+  emit(OpKind::kSumGrad, {{grad, false}, {wire, true}});
+  reduced_.push_back(grad);
+  return wire;
 }
 
 // Returns the buffer that holds the rounded gradient. fp32 is read where it is, unless it has to

@@ -40,6 +40,7 @@ class ParamUpdates {
 
   std::vector<int> update_order() const;
   size_t chunk_bytes(const ChunkOfParam& piece) const;
+  int sum_over_ranks(int param, int grad);
   int round_grad(int param, int grad);
   void update_now(int param, int rounded);
   void keep_in_flight(int host_grad);

@@ -21,15 +21,17 @@ using namespace std::chrono_literals;
 using nlohmann::json;
 using ::testing::HasSubstr;
 
-json written(const Tracer& tracer) {
+json written_document(const Tracer& tracer) {
   const std::string path =
       (std::filesystem::temp_directory_path() / fmt::format("orlop-trace-{}.json", ::getpid()))
           .string();
   tracer.write(path);
   json parsed = json::parse(std::ifstream(path));
   std::filesystem::remove(path);
-  return parsed["traceEvents"];
+  return parsed;
 }
+
+json written(const Tracer& tracer) { return written_document(tracer)["traceEvents"]; }
 
 TEST(Tracer, StartForgetsWhatWasRecordedBefore) {
   Tracer tracer;
@@ -77,6 +79,26 @@ TEST(Tracer, WritesLanesAndSpans) {
   EXPECT_EQ(events[3]["tid"], upload);
   EXPECT_DOUBLE_EQ(events[3]["dur"].get<double>(), 2000.0);
   EXPECT_NEAR(events[3]["ts"].get<double>() - events[2]["ts"].get<double>(), 1000.0, 0.002);
+}
+
+// Two tracers of one machine, started at different times, tell the same time of one moment.
+TEST(Tracer, TracesShareAClock) {
+  Tracer early;
+  early.start();
+  std::this_thread::sleep_for(2ms);
+  Tracer late;
+  late.start();
+  const auto begin = Tracer::Clock::now();
+  std::vector<double> moments;
+  for (Tracer* tracer : {&early, &late}) {
+    tracer->add(tracer->lane("compute"), "work", begin, begin + 1ms);
+    const json document = written_document(*tracer);
+    moments.push_back(std::stod(document["otherData"]["originUs"].get<std::string>()) +
+                      document["traceEvents"][1]["ts"].get<double>());
+  }
+  EXPECT_NEAR(moments[0], moments[1], 0.01);
+  const std::chrono::duration<double, std::micro> now = begin.time_since_epoch();
+  EXPECT_NEAR(moments[0], now.count(), 0.01);
 }
 
 // Every state of a trace is valid JSON: nothing, lanes alone, spans alone.

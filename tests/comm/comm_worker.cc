@@ -65,6 +65,7 @@ TEST(RankTest, Suite) {
   expect_all_gather(self.comm(), self.queue());
   expect_reduce_scatter(self.comm(), self.queue());
   expect_sixteen_bit_sums_round_once(self.comm(), self.queue());
+  expect_all_to_all(self.comm(), self.queue());
   expect_broadcast(self.comm(), self.queue());
   expect_host_values_beside_the_queue(self.comm(), self.queue());
   if (!by_sockets()) {

@@ -104,6 +104,23 @@ void expect_sixteen_bit_sums_round_once(Communicator& comm, Queue& queue) {
   }
 }
 
+void expect_all_to_all(Communicator& comm, Queue& queue) {
+  comm.prepare_all_to_all();
+  for (const size_t count : kCounts) {
+    const std::vector<float> send = values_of_rank(comm.rank(), count * ranks_of(comm));
+    std::vector<float> recv(send.size(), -7.0f), want;
+    for (int r = 0; r < comm.world_size(); ++r) {
+      const std::vector<float> other = values_of_rank(r, count * ranks_of(comm));
+      const auto row = other.begin() + static_cast<std::ptrdiff_t>(count) * comm.rank();
+      want.insert(want.end(), row, row + static_cast<std::ptrdiff_t>(count));
+    }
+    comm.all_to_all(queue, send.data(), recv.data(), static_cast<int64_t>(count), DType::kF32,
+                    "test");
+    queue.synchronize();
+    EXPECT_EQ(recv, want) << "rank " << comm.rank() << ", count " << count;
+  }
+}
+
 void expect_broadcast(Communicator& comm, Queue& queue) {
   for (int root = 0; root < comm.world_size(); ++root) {
     std::vector<float> buffer = values_of_rank(comm.rank(), 33);

@@ -17,6 +17,7 @@ std::vector<float> values_of_rank(int rank, size_t numel);
 void expect_all_gather(Communicator& comm, Queue& queue);
 void expect_reduce_scatter(Communicator& comm, Queue& queue);
 void expect_sixteen_bit_sums_round_once(Communicator& comm, Queue& queue);
+void expect_all_to_all(Communicator& comm, Queue& queue);
 void expect_broadcast(Communicator& comm, Queue& queue);
 void expect_host_values_beside_the_queue(Communicator& comm, Queue& queue);
 

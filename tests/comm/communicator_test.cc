@@ -51,6 +51,10 @@ TEST_P(ThreadCommunicatorTest, SixteenBitSumsRoundOnce) {
   run_with_queues(world_size_, test::expect_sixteen_bit_sums_round_once);
 }
 
+TEST_P(ThreadCommunicatorTest, AllToAllTurnsRowsIntoColumns) {
+  run_with_queues(world_size_, test::expect_all_to_all);
+}
+
 TEST_P(ThreadCommunicatorTest, BroadcastComesFromEveryRoot) {
   run_with_queues(world_size_, test::expect_broadcast);
 }

@@ -75,6 +75,7 @@ TEST_P(SocketCommunicatorTest, DoesWhatEveryCommunicatorDoes) {
     test::expect_all_gather(comm, queue);
     test::expect_reduce_scatter(comm, queue);
     test::expect_sixteen_bit_sums_round_once(comm, queue);
+    test::expect_all_to_all(comm, queue);
     test::expect_broadcast(comm, queue);
     test::expect_host_values_beside_the_queue(comm, queue);
   });

@@ -120,10 +120,10 @@ TEST(PlannedMemoryOfRanks, IsTheirPartsAndEveryWeightIsReadOnce) {
   write_tiny_model(folder / "tiny", TinyFamily::kLlama);
   const auto file =
       static_cast<double>(std::filesystem::file_size(folder / "large" / "model.safetensors"));
-  for (const char* const ranks : {"1", "3"}) {
-    const MeasuredPeak taken = measure_beyond_tiny("memory-ranks", folder, {ranks});
-    expect_as_planned(taken,
-                      fmt::format("{} ranks, {:.3f} of the file read", ranks, taken.read / file));
+  for (const auto& [ranks, wire] : {std::pair("1", "fp32"), {"3", "fp32"}, {"3", "bf16"}}) {
+    const MeasuredPeak taken = measure_beyond_tiny("memory-ranks", folder, {ranks, wire});
+    expect_as_planned(taken, fmt::format("{} ranks, gradients in {}, {:.3f} of the file read",
+                                         ranks, wire, taken.read / file));
     EXPECT_GE(taken.read, file);
     EXPECT_LE(taken.read, 1.02 * file) << ranks << " ranks";
   }

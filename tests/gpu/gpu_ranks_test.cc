@@ -3,8 +3,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -18,6 +22,7 @@
 #include "orlop/error.h"
 #include "tests/comm/communicator_suite.h"
 #include "tests/formats/support.h"
+#include "tests/support/process.h"
 #include "tests/support/rank_run.h"
 #include "tests/support/tiny_model.h"
 
@@ -66,10 +71,11 @@ std::vector<T> fetch(Rank& rank, const void* device, size_t count) {
   return values;
 }
 
-TEST(GpuRanks, GatherScatterAndBroadcast) {
+TEST(GpuRanks, GatherScatterExchangeAndBroadcast) {
   SKIP_WITHOUT_GPUS(2);
   for (const int ranks : world_sizes()) {
     run_gpus(ranks, 60, [&](Rank rank) {
+      rank.comm.prepare_all_to_all();
       const size_t n = static_cast<size_t>(ranks);
       const size_t self = static_cast<size_t>(rank.comm.rank());
       for (const size_t count : {size_t{1}, size_t{1000}, (size_t{1} << 20) + 3}) {
@@ -111,6 +117,18 @@ TEST(GpuRanks, GatherScatterAndBroadcast) {
               << i;
         }
 
+        // Every rank's row for this one. What is received lies behind what is sent.
+        float* received = all + n * count;
+        rank.queue().upload(all, mine.data(), n * count * sizeof(float));
+        rank.comm.all_to_all(rank.queue(), all, received, numel, DType::kF32, "test");
+        want.clear();
+        for (int r = 0; r < ranks; ++r) {
+          const std::vector<float> other = values_of_rank(r, n * count);
+          const auto row = other.begin() + static_cast<std::ptrdiff_t>(self * count);
+          want.insert(want.end(), row, row + static_cast<std::ptrdiff_t>(count));
+        }
+        EXPECT_EQ(fetch<float>(rank, received, n * count), want);
+
         for (int root = 0; root < ranks; ++root) {
           rank.queue().upload(all, send.data(), count * sizeof(float));
           rank.comm.broadcast(rank.queue(), all, numel, DType::kF32, root, "test");
@@ -143,6 +161,41 @@ TEST(GpuRanks, ACollectiveThatARankDoesNotJoinEndsInTime) {
     EXPECT_THAT(told, testing::HasSubstr("all_gather of 1048576 F32 (layer.3)"));
   });
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(30));
+}
+
+// Case D-07: with as little shared memory as containers have by default (64 MB), and less, ranks
+// start or are all told of it; with NCCL's direct way between GPUs, and without.
+TEST(GpuRanks, StartWithLittleSharedMemoryOrAreToldOfIt) {
+  SKIP_WITHOUT_GPUS(2);
+  const std::string as_root = ::geteuid() == 0 ? "" : " --map-root-user";
+  for (const char* bytes : {"64m", "1m"}) {
+    const std::string little =
+        "exec unshare --mount" + as_root + " sh -c 'mount -t tmpfs -o size=" + bytes +
+        " tmpfs /dev/shm && echo mounted && exec " ORLOP_NCCL_START_WORKER "' 2>&1";
+    for (const char* direct : {"", "NCCL_P2P_DISABLE=1 "}) {
+      SCOPED_TRACE(std::string(direct) + bytes);
+      ChildProcess run({"/bin/sh", "-c", direct + little});
+      std::string output;
+      bool is_mounted = false;
+      std::vector<std::string> outcomes;
+      while (const auto line = run.read_line()) {
+        output += *line + '\n';
+        is_mounted = is_mounted || *line == "mounted";
+        if (line->starts_with("rank ")) outcomes.push_back(line->substr(std::strlen("rank 0 ")));
+      }
+      const int status = run.wait();
+      if (!is_mounted) GTEST_SKIP() << "no mount namespaces here: " << output;
+      EXPECT_EQ(status, 0) << output;
+      ASSERT_EQ(outcomes.size(), 2u) << output;
+      std::printf("%s%s: %s\n", direct, bytes, outcomes.front().c_str());
+      if (outcomes.front() == "started") {
+        EXPECT_EQ(outcomes.back(), "started");
+      } else {
+        EXPECT_THAT(outcomes, testing::Each(testing::AllOf(testing::StartsWith("told: "),
+                                                           testing::HasSubstr("shared memory"))));
+      }
+    }
+  }
 }
 
 EngineConfig gpu_config(Precision precision) {
@@ -201,24 +254,59 @@ TEST_F(GpuRanksEngine, LossesAreThoseOfOneGpu) {
   }
 }
 
-TEST_F(GpuRanksEngine, BitsAreThoseOfEveryStageAndPlacement) {
+// Case D-08: states, and the gradients that wait for the norm, are in host memory, and nothing but
+// NCCL moves what ranks have on their devices.
+TEST_F(GpuRanksEngine, NormOfOffloadedStatesIsThatOfOneGpu) {
+  EngineConfig config = gpu_config(Precision::kF32);
+  config.optimizer.max_grad_norm = 1.0;
+  config.placement.resident_blocks = 0;
+  config.placement.device_optimizer_blocks = 0;
+  const RunOptions options{.until = 6, .last = 6};
+  const auto engine = Engine::open(model(), config);
+  const RunRecord single = run(*engine, options);
+  EXPECT_GT(*std::max_element(single.norms.begin(), single.norms.end()), 1.0) << "nothing clipped";
+  for (const DType wire : {DType::kF32, DType::kBF16}) {
+    const double bound = wire == DType::kF32 ? 1e-5 : 5e-4;  // each contribution is rounded once
+    config.gradient_wire = wire;
+    for (const int ranks : world_sizes()) {
+      const RunRecord found = run_engine_on_gpus(ranks, model(), config, options);
+      for (size_t i = 0; i < single.norms.size(); ++i) {
+        EXPECT_NEAR(found.norms[i], single.norms[i], bound * single.norms[i])
+            << ranks << " ranks, step " << i + 1 << ", gradients travel as " << dtype_name(wire);
+        EXPECT_NEAR(found.losses[i], single.losses[i], 1e-5 * single.losses[i])
+            << ranks << " ranks, step " << i + 1 << ", gradients travel as " << dtype_name(wire);
+      }
+    }
+  }
+}
+
+void expect_bits_of_every_placement(const std::string& model, DType gradient_wire) {
   const RunOptions options{.until = 6, .last = 6};
   for (const int ranks : world_sizes()) {
     EngineConfig config = gpu_config(Precision::kBF16);
+    config.gradient_wire = gradient_wire;
     config.placement.resident_blocks = 5;
     config.placement.device_optimizer_blocks = 0;
-    const RunRecord expected = run_engine_on_gpus(ranks, model(), config, options);
+    const RunRecord expected = run_engine_on_gpus(ranks, model, config, options);
     for (const int resident : {0, 2, 5}) {
       for (const int device_optimizer : {0, 3, 5}) {
         config.placement.resident_blocks = resident;
         config.placement.device_optimizer_blocks = device_optimizer;
         config.placement.wave = 1 + resident / 2;
-        EXPECT_TRUE(same_bits(expected, run_engine_on_gpus(ranks, model(), config, options)))
+        EXPECT_TRUE(same_bits(expected, run_engine_on_gpus(ranks, model, config, options)))
             << ranks << " ranks, " << resident << " resident, " << device_optimizer
             << " optimizers on the device";
       }
     }
   }
+}
+
+TEST_F(GpuRanksEngine, BitsAreThoseOfEveryStageAndPlacement) {
+  expect_bits_of_every_placement(model(), DType::kF32);
+}
+
+TEST_F(GpuRanksEngine, BitsOfGradientsInSixteenBitsAreThoseOfEveryStageAndPlacement) {
+  expect_bits_of_every_placement(model(), DType::kBF16);
 }
 
 }  // namespace

@@ -31,8 +31,9 @@ namespace {
 
 constexpr int64_t kAllMicroBatches = 12;
 
-EngineConfig config_for(int64_t ranks) {
+EngineConfig config_for(int64_t ranks, DType gradient_wire = DType::kF32) {
   EngineConfig config = tiny_engine_config(Precision::kBF16);
+  config.gradient_wire = gradient_wire;
   config.batch.micro_batch_size = 1;
   config.batch.accumulation_steps = (kAllMicroBatches + ranks - 1) / ranks;
   config.placement.device_optimizer_blocks = 2;
@@ -41,15 +42,18 @@ EngineConfig config_for(int64_t ranks) {
 }
 
 int compare(const std::string& model) {
-  const RunOptions options{.until = 5, .last = 5};
   const int64_t ranks = Ranks().world_size();
-  const auto engine = Engine::open(model, config_for(ranks));
-  const RunRecord found = run_share(*engine, kAllMicroBatches, options);
-  EngineConfig all = config_for(ranks);
-  all.batch.accumulation_steps = kAllMicroBatches;
-  const RunRecord expected = run_on_ranks(static_cast<int>(ranks), model, all, options);
-  EXPECT_EQ(engine->world_size(), ranks);
-  EXPECT_TRUE(same_bits(expected, found));
+  for (const DType wire : {DType::kF32, DType::kBF16}) {
+    const int64_t steps = wire == DType::kF32 ? 5 : 2;
+    const RunOptions options{.until = steps, .last = steps};
+    const auto engine = Engine::open(model, config_for(ranks, wire));
+    const RunRecord found = run_share(*engine, kAllMicroBatches, options);
+    EngineConfig all = config_for(ranks, wire);
+    all.batch.accumulation_steps = kAllMicroBatches;
+    const RunRecord expected = run_on_ranks(static_cast<int>(ranks), model, all, options);
+    EXPECT_EQ(engine->world_size(), ranks);
+    EXPECT_TRUE(same_bits(expected, found)) << "gradients travel as " << dtype_name(wire);
+  }
   return ::testing::Test::HasFailure() ? 1 : 0;
 }
 

@@ -168,6 +168,7 @@ struct Case {
   TinyFamily family;
   Precision precision;
   DType moments;
+  DType wire = DType::kF32;
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
@@ -176,7 +177,9 @@ const std::vector<Case> kCases = {
     {"fp32", TinyFamily::kLlama, Precision::kF32, DType::kF32},
     {"bf16", TinyFamily::kLlamaTied, Precision::kBF16, DType::kF32},
     {"bf16_rounded_moments", TinyFamily::kQwen3, Precision::kBF16, DType::kBF16},
-    {"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32}};
+    {"fp16", TinyFamily::kGpt2, Precision::kF16, DType::kF32},
+    {"fp32_gradients_in_bf16", TinyFamily::kLlamaTied, Precision::kF32, DType::kF32, DType::kBF16},
+    {"bf16_gradients_in_bf16", TinyFamily::kLlama, Precision::kBF16, DType::kF32, DType::kBF16}};
 
 class RanksEqualEachOther : public ::testing::TestWithParam<Case> {
  protected:
@@ -185,6 +188,7 @@ class RanksEqualEachOther : public ::testing::TestWithParam<Case> {
     config_ = rank_config(GetParam().precision);
     config_.optimizer.learning_rate = 5e-3;
     config_.optimizer.moments = GetParam().moments;
+    config_.gradient_wire = GetParam().wire;
   }
   std::string model() const { return folder_.path().string(); }
 

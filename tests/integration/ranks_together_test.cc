@@ -3,13 +3,21 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cpu_adam/cpu_features.h"
 #include "orlop/error.h"
 #include "tests/formats/support.h"
 #include "tests/support/rank_run.h"
@@ -101,6 +109,45 @@ TEST_F(Ranks, AreToldWhatOneCallsAlone) {
     });
     EXPECT_EQ(failures.load(), 3) << told;
   }
+}
+
+// Of the threads of this process that carry `name`: which logical CPUs each may run on.
+std::map<pid_t, std::vector<int>> cpus_of_threads(const std::string& name) {
+  std::map<pid_t, std::vector<int>> found;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string named;
+    std::getline(std::ifstream(task.path() / "comm"), named);
+    if (named != name) continue;
+    const pid_t thread = std::stoi(task.path().filename().string());
+    cpu_set_t cpus;
+    if (sched_getaffinity(thread, sizeof(cpus), &cpus) != 0) continue;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(static_cast<size_t>(cpu), &cpus)) found[thread].push_back(cpu);
+    }
+  }
+  return found;
+}
+
+// Case P-03: those that update; the slice of host memory lies beside them
+// (tests/memory/host_arena_test).
+TEST_F(Ranks, HaveCoresOfTheirOwn) {
+  const std::vector<int> all = allowed_cpus();
+  if (physical_cores(all) < 2) GTEST_SKIP() << "one core";
+  std::mutex mutex;
+  std::map<pid_t, std::vector<int>> optimizers;
+  run_engines(2, model(), rank_config(Precision::kBF16), [&](Engine&) {
+    const std::lock_guard lock(mutex);
+    optimizers.merge(cpus_of_threads("optimizer"));
+  });
+  EXPECT_EQ(optimizers.size(), 2u);
+  std::vector<int> taken;
+  for (const auto& [thread, cpus] : optimizers) {
+    EXPECT_FALSE(cpus.empty());
+    taken.insert(taken.end(), cpus.begin(), cpus.end());
+  }
+  std::sort(taken.begin(), taken.end());
+  EXPECT_EQ(std::adjacent_find(taken.begin(), taken.end()), taken.end()) << "shared by two ranks";
+  EXPECT_TRUE(std::includes(all.begin(), all.end(), taken.begin(), taken.end()));
 }
 
 TEST_F(Ranks, KeepAPartOfTheStatesEach) {

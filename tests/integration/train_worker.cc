@@ -20,8 +20,9 @@
 //                                                    opens the weights of MODEL to evaluate only,
 //                                                    those of so many blocks on the device alone,
 //                                                    and evaluates twice; prints as memory does
-//   train_worker memory-ranks MODEL RANKS            opens the weights of MODEL on so many threads
-//                                                    that are ranks, and trains two steps; prints
+//   train_worker memory-ranks MODEL RANKS WIRE       opens the weights of MODEL on so many threads
+//                                                    that are ranks, and trains two steps with
+//                                                    gradients that travel as fp32 or bf16; prints
 //                                                    "peak", its peak resident bytes, the plans',
 //                                                    and the bytes that it read from files
 
@@ -31,6 +32,7 @@
 #include <fstream>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 #include "formats/safetensors.h"
 #include "orlop/engine.h"
@@ -154,8 +156,9 @@ uint64_t bytes_read() {
   return bytes;
 }
 
-void measure_memory_of_ranks(const std::string& model, int ranks) {
+void measure_memory_of_ranks(const std::string& model, int ranks, std::string_view wire) {
   EngineConfig config = memory_config(model);
+  config.gradient_wire = wire == "bf16" ? DType::kBF16 : DType::kF32;
   config.placement.resident_blocks = config.placement.device_optimizer_blocks = 0;
   const PlanReport plan = Engine::plan(model, config, ranks);
   const uint64_t before = bytes_read();
@@ -187,13 +190,13 @@ int main(int argc, char** argv) {
       orlop::test::measure_tight_memory(argv[2], argv[3], std::atof(argv[4]), std::atof(argv[5]));
     } else if (mode == "memory-eval" && argc == 5) {
       orlop::test::measure_memory_of_evaluation(argv[2], std::atoi(argv[4]));
-    } else if (mode == "memory-ranks" && argc == 4) {
-      orlop::test::measure_memory_of_ranks(argv[2], std::atoi(argv[3]));
+    } else if (mode == "memory-ranks" && argc == 5) {
+      orlop::test::measure_memory_of_ranks(argv[2], std::atoi(argv[3]), argv[4]);
     } else {
       std::cerr << "usage: train_worker train|train-on MODEL RUN_DIR [SWAP_DIR] | swap MODEL "
                    "SWAP_DIR ENGINE | memory MODEL RUN_DIR "
                    "DEVICE_BLOCKS CLIP | memory-eval MODEL RUN_DIR DEVICE_BLOCKS | memory-tight "
-                   "MODEL RUN_DIR SHARE CLIP | memory-ranks MODEL RANKS\n";
+                   "MODEL RUN_DIR SHARE CLIP | memory-ranks MODEL RANKS WIRE\n";
       return 2;
     }
   } catch (const std::exception& error) {

@@ -2,22 +2,27 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "base/thread.h"
 #include "tests/support/sanitized.h"
 
 namespace orlop {
@@ -47,6 +52,40 @@ size_t smaps_kib(const std::string& smaps, const std::string& key) {
   return at == std::string::npos ? 0 : std::stoul(smaps.substr(at + key.size() + 2));
 }
 
+// The CPUs that this thread may run on, by the NUMA node that they belong to.
+std::map<int, std::vector<int>> cpus_by_node() {
+  cpu_set_t allowed;
+  std::map<int, std::vector<int>> nodes;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return nodes;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(static_cast<size_t>(cpu), &allowed)) continue;
+    const std::filesystem::path folder = fmt::format("/sys/devices/system/cpu/cpu{}", cpu);
+    for (int node = 0; node < 64; ++node) {
+      if (std::filesystem::exists(folder / fmt::format("node{}", node))) {
+        nodes[node].push_back(cpu);
+      }
+    }
+  }
+  return nodes;
+}
+
+// The NUMA nodes that hold pages of the mapping that begins at `address`: "N0" and so on.
+std::vector<std::string> nodes_of(const void* address) {
+  std::ifstream maps("/proc/self/numa_maps");
+  const std::string begin = fmt::format("{:x} ", reinterpret_cast<uintptr_t>(address));
+  std::vector<std::string> nodes;
+  for (std::string line; std::getline(maps, line);) {
+    if (!line.starts_with(begin)) continue;
+    std::istringstream words(line);
+    for (std::string word; words >> word;) {
+      if (word.size() > 1 && word[0] == 'N' && std::isdigit(word[1]) != 0) {
+        nodes.push_back(word.substr(0, word.find('=')));
+      }
+    }
+  }
+  return nodes;
+}
+
 std::string error_of(ErrorCode code, const std::function<void()>& action) {
   try {
     action();
@@ -56,6 +95,19 @@ std::string error_of(ErrorCode code, const std::function<void()>& action) {
   }
   ADD_FAILURE() << "no error";
   return "";
+}
+
+// Case P-03: the slice of a rank lies in the memory of the cores that the rank has, since those
+// touch it first. Of several threads, which the kernel would let run anywhere.
+TEST(HostArena, LiesInTheMemoryOfTheCoresThatOpenIt) {
+  if (!std::ifstream("/proc/self/numa_maps")) GTEST_SKIP() << "this kernel tells no NUMA nodes";
+  const std::map<int, std::vector<int>> nodes = cpus_by_node();
+  for (const auto& [node, cpus] : nodes) {
+    const AffinityScope scope(cpus);
+    HostArena arena(192 * kMiB);
+    const std::span<std::byte> all = arena.carve(192 * kMiB, "states");
+    EXPECT_THAT(nodes_of(all.data()), testing::ElementsAre(fmt::format("N{}", node)));
+  }
 }
 
 // Case R-01: what is asked for is mapped, to the page; no allocator rounds it up.

@@ -89,6 +89,40 @@ TEST_P(OpsSuite, RoundGradFindsTheFirstNonFiniteElement) {
   EXPECT_EQ(first, dtype() == DType::kF16 ? 17 : 4099);
 }
 
+TEST_P(OpsSuite, NarrowRoundsEveryElementOnce) {
+  for (const int64_t numel : {0, 1, 7, 8, 9, 4093, 70001}) {
+    const Values values = random_values(random_, numel, DType::kF32);
+    void* to = device().poisoned(numel, dtype());
+    ops().narrow(queue(), device().put_f32(values), to, numel, dtype());
+    EXPECT_EQ(device().get(to, numel, dtype()), rounded(values, dtype())) << numel << " elements";
+  }
+}
+
+// Tiny and huge elements beside each other, so that the sum depends on the order.
+TEST_P(OpsSuite, SumRowsAddsFromTheFirstRowOn) {
+  for (const int64_t rows : {1, 2, 3, 8}) {
+    for (const int64_t numel : {0, 1, 7, 8, 9, 4096, 4097, 70001}) {
+      Values from;
+      for (int64_t row = 0; row < rows; ++row) {
+        const Values values = random(numel, std::pow(10.0, static_cast<double>(row % 3)));
+        from.insert(from.end(), values.begin(), values.end());
+      }
+      Values expected;
+      for (int64_t i = 0; i < numel; ++i) {
+        float sum = static_cast<float>(from[static_cast<size_t>(i)]);
+        for (int64_t row = 1; row < rows; ++row) {
+          sum += static_cast<float>(from[static_cast<size_t>(row * numel + i)]);
+        }
+        expected.push_back(static_cast<double>(sum));
+      }
+      auto* to = static_cast<float*>(device().poisoned(numel, DType::kF32));
+      ops().sum_rows(queue(), device().put(from, dtype()), to, rows, numel, dtype());
+      EXPECT_EQ(device().get(to, numel, DType::kF32), expected)
+          << rows << " rows of " << numel << " elements";
+    }
+  }
+}
+
 TEST_P(OpsSuite, FinishNormClipsAndUnscales) {
   const std::vector<double> sums = {9.0, 16.0, 0.0};
   const std::vector<int64_t> finite = {-1, -1, -1};

@@ -50,6 +50,7 @@ def test_plain_bytes_come_back_exactly(count, unit):
         ("eval_steps", "eval-every"),
         ("resume_from_checkpoint", "resume"),
         ("weight_decay", "wd"),
+        ("gradient_wire", "grad-wire"),
     ],
 )
 def test_both_spellings_name_one_option(hugging_face, short):

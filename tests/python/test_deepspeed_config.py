@@ -255,6 +255,11 @@ def test_config_explain(tmp_path, capsys):
     assert f"0.0001  ({own})" in out and "(default)" in out
 
 
+def test_the_dtype_of_communication_names_the_option_of_ranks():
+    (finding,) = read(communication_data_type="bf16").findings
+    assert finding.grade == "B" and "--grad-wire" in finding.text
+
+
 def test_configuration_needs_no_torch():
     code = "import sys, orlop.deepspeed_config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -158,6 +158,19 @@ def two_ranks(inputs):
     return losses(out)
 
 
+def test_gradients_travel_in_sixteen_bits_when_told(inputs, two_ranks, tmp_path):
+    wire = ("--grad-wire", "bf16")
+    code, output = finish(start(inputs, tmp_path / "run", "gpus", 2, 3, "--export", "false", *wire))
+    assert code == 0, output
+    assert "which send each other gradients in BF16" in output
+    assert losses(tmp_path / "run") == pytest.approx(two_ranks, rel=1e-4)
+    assert losses(tmp_path / "run") != two_ranks
+    plan = "-m orlop plan --device host --seq-len 32 --json --ranks 2".split()
+    command = [sys.executable, *plan, *wire, "--model", str(inputs / "model")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(report.stdout)["gradient_wire"] == "BF16"
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_train_as_one_process_does(inputs, single, two_ranks, tmp_path, launcher, ranks):

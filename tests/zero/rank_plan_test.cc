@@ -44,7 +44,8 @@ using Sums = std::vector<std::pair<int, int64_t>>;  // FlatParam and count, in o
 Sums sums_over_ranks(const PlanInput& input, const StepPlan& plan) {
   Sums sums;
   for (const PlanOp& op : plan.ops) {
-    if (op.kind == OpKind::kReduceScatter) sums.push_back({op.param, input.shard_numel(op.param)});
+    if (op.kind == OpKind::kReduceScatter || op.kind == OpKind::kSumGrad)
+      sums.push_back({op.param, input.shard_numel(op.param)});
   }
   return sums;
 }
@@ -75,6 +76,58 @@ TEST(RankPlan, EveryStageProvesItselfAndSumsAlike) {
       }
     }
   }
+}
+
+TEST(RankPlan, GradientsInSixteenBitsProveThemselves) {
+  for (const DType compute : {DType::kBF16, DType::kF32}) {
+    for (const int world_size : {2, 3, 8}) {
+      PlanInput input = rank_input(world_size);
+      input.compute_dtype = compute;
+      const int params = static_cast<int>(input.layout.flat_params.size());
+      const Sums expected =
+          sums_over_ranks(input, make_train_plan(input, placement(input, params, 0, 3)));
+      const PlanInput wide = input;
+      input.gradient_wire = DType::kBF16;
+      for (const int on_device : {0, 2, params}) {
+        for (int wave = 1; wave <= 3; ++wave) {
+          const PlacementPlan plan = placement(input, params - on_device, on_device, wave);
+          const StepPlan train = make_train_plan(input, plan);
+          ASSERT_NO_THROW(plan_check(input, plan, train, true))
+              << world_size << " ranks, shards " << on_device << ", wave " << wave;
+          EXPECT_EQ(sums_over_ranks(input, train), expected);
+          EXPECT_EQ(count(train, OpKind::kReduceScatter), 0);
+          EXPECT_GE(train.device_bytes, make_train_plan(wide, plan).device_bytes);
+        }
+      }
+    }
+  }
+}
+
+// In the plan, and in its time: what gradients take on the wire is half.
+TEST(RankPlan, GradientsInSixteenBitsAreHalfTheBytes) {
+  PlanInput input = rank_input(4);
+  const PlacementPlan where = placement(input, 0, 0, 3);
+  HardwareProfile profile = default_profile("host", true, 2);
+  profile.launch_seconds = 0;
+  profile.device_bytes_per_s = 1e30;
+  const auto bytes_and_seconds = [&](OpKind kind) {
+    const StepPlan plan = make_train_plan(input, where);
+    std::pair<size_t, double> sum{};
+    for (const PlanOp& op : plan.ops) {
+      if (op.kind != kind) continue;
+      sum.first += received_bytes(input, op);
+      sum.second += op_seconds(input, plan, op, profile);
+    }
+    return sum;
+  };
+  const auto wide = bytes_and_seconds(OpKind::kReduceScatter);
+  const auto weights = bytes_and_seconds(OpKind::kAllGather);
+  input.gradient_wire = DType::kBF16;
+  const auto narrow = bytes_and_seconds(OpKind::kExchangeGrad);
+  EXPECT_GT(narrow.first, 0u);
+  EXPECT_EQ(wide.first, 2 * narrow.first);
+  EXPECT_DOUBLE_EQ(wide.second, 2 * narrow.second);
+  EXPECT_EQ(weights, bytes_and_seconds(OpKind::kAllGather));
 }
 
 // Whole copies are gathered once per step; parts are gathered for every stay on the device.
@@ -169,6 +222,20 @@ TEST(PlanCheck, FindsWeightsThatNotAllRanksHaveBrought) {
                                  [&](const PlanOp& candidate) { return candidate.kind == kind; });
     ASSERT_NE(op, plan.ops.end());
     op->kind = OpKind::kZeroGrad;  // touches the same bytes at the same place
+    EXPECT_THROW(plan_check(input, where, plan, true), Error) << op_name(kind);
+  }
+}
+
+TEST(PlanCheck, FindsGradientsThatMissAStationOfTheirJourney) {
+  PlanInput input = rank_input(3);
+  input.gradient_wire = DType::kBF16;
+  const PlacementPlan where = placement(input, 0, 0, 3);
+  for (const OpKind kind : {OpKind::kNarrowGrad, OpKind::kExchangeGrad, OpKind::kSumGrad}) {
+    StepPlan plan = make_train_plan(input, where);
+    const auto op = std::find_if(plan.ops.begin(), plan.ops.end(),
+                                 [&](const PlanOp& candidate) { return candidate.kind == kind; });
+    ASSERT_NE(op, plan.ops.end());
+    op->kind = OpKind::kZeroGrad;
     EXPECT_THROW(plan_check(input, where, plan, true), Error) << op_name(kind);
   }
 }
