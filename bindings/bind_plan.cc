@@ -38,6 +38,7 @@ void bind_plan(py::module_& module) {
       .def_readonly("device_budget_bytes", &PlanReport::device_budget_bytes)
       .def_readonly("host_bytes", &PlanReport::host_bytes)
       .def_readonly("host_budget_bytes", &PlanReport::host_budget_bytes)
+      .def_readonly("host_pinned_bytes", &PlanReport::host_pinned_bytes)
       .def_readonly("nvme_bytes", &PlanReport::nvme_bytes)
       .def_readonly("nvme_budget_bytes", &PlanReport::nvme_budget_bytes)
       .def_readonly("nvme_read_bytes", &PlanReport::nvme_read_bytes)

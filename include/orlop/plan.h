@@ -39,6 +39,7 @@ struct ORLOP_EXPORT PlanReport {
   size_t device_budget_bytes = 0;
   size_t host_bytes = 0;
   size_t host_budget_bytes = 0;
+  size_t host_pinned_bytes = 0;  // of host_bytes, what a GPU copies from and to
   size_t nvme_bytes = 0;
   size_t nvme_budget_bytes = 0;
   size_t nvme_read_bytes = 0;     // per step

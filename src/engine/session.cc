@@ -12,6 +12,7 @@
 #include "memory/available_memory.h"
 #include "nvme/drive_report.h"
 #include "nvme/shard_file.h"
+#include "zero/pinned_ranges.h"
 
 namespace orlop {
 
@@ -216,8 +217,9 @@ void Session::take_drives(const EngineConfig& config) {
 ExecutorMemory Session::take_memory() {
   const PlannedStep& planned = planning_.planned;
   if (!backend().info().is_host) {
-    host_arena_.register_with(
-        [&](void* address, size_t bytes) { backend().register_host_memory(address, bytes); });
+    for (const ArenaRange& range : pinned_ranges(planning_.input, planned)) {
+      backend().register_host_memory(host_arena_.data() + range.begin, range.end - range.begin);
+    }
   }
   ExecutorMemory memory;
   memory.device = static_cast<std::byte*>(

@@ -4,6 +4,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "zero/pinned_ranges.h"
 #include "zero/placement_plan.h"
 #include "zero/simulate.h"
 
@@ -111,6 +112,7 @@ PlanReport make_report(const PlanInput& input, const PlannedStep& planned, const
   report.device_budget_bytes = budgets.device_bytes;
   report.host_bytes = std::max(plan.host_bytes, planned.eval.host_bytes);
   report.host_budget_bytes = budgets.host_bytes;
+  report.host_pinned_bytes = pinned_bytes(input, planned);
   report.nvme_bytes = plan.nvme_bytes;
   report.nvme_budget_bytes = budgets.nvme_bytes;
   for (const PlanOp& op : plan.ops) {
@@ -176,10 +178,13 @@ std::string PlanReport::to_text() const {
   const double share = state_bytes > 0 ? 100.0 * static_cast<double>(device_peak_bytes) /
                                              static_cast<double>(state_bytes)
                                        : 0.0;
-  text += fmt::format("  device {} of {} ({:.1f} % of the {} of {}), host {} of {}\n",
+  text += fmt::format("  device {} of {} ({:.1f} % of the {} of {}), host {} of {}{}\n",
                       format_bytes(device_peak_bytes), format_bytes(device_budget_bytes), share,
                       format_bytes(state_bytes), evaluates_only ? "weights" : "optimizer states",
-                      format_bytes(host_bytes), format_bytes(host_budget_bytes));
+                      format_bytes(host_bytes), format_bytes(host_budget_bytes),
+                      host_pinned_bytes == 0
+                          ? ""
+                          : fmt::format(", {} of it pinned", format_bytes(host_pinned_bytes)));
   if (evaluates_only) {
     text +=
         fmt::format("  {} of {} parameter groups resident, {} on the device alone; prefetch {}\n",
@@ -238,6 +243,7 @@ std::string PlanReport::to_json() const {
                              {"device_budget_bytes", device_budget_bytes},
                              {"host_bytes", host_bytes},
                              {"host_budget_bytes", host_budget_bytes},
+                             {"host_pinned_bytes", host_pinned_bytes},
                              {"nvme_bytes", nvme_bytes},
                              {"nvme_budget_bytes", nvme_budget_bytes},
                              {"nvme_read_bytes", nvme_read_bytes},

@@ -5,6 +5,7 @@
 #include <malloc.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -214,10 +215,12 @@ TEST(MemoryOfAControlGroup, IsTheBudgetAndTooLittleOfItIsOneError) {
   }
 }
 
-// The host's memory as a device whose driver pins no memory.
-class BackendThatPinsNothing final : public Backend {
+// The host's memory as a device whose driver pins so many bytes.
+class BackendWithDriver final : public Backend {
  public:
-  explicit BackendThatPinsNothing(std::unique_ptr<Backend> inner) : inner_(std::move(inner)) {}
+  BackendWithDriver(std::unique_ptr<Backend> inner, size_t most,
+                    std::shared_ptr<std::atomic<size_t>> pinned)
+      : inner_(std::move(inner)), most_(most), pinned_(std::move(pinned)) {}
 
   DeviceInfo info() const override {
     DeviceInfo info = inner_->info();
@@ -228,30 +231,70 @@ class BackendThatPinsNothing final : public Backend {
   std::unique_ptr<Event> make_event() override { return inner_->make_event(); }
   Ops& ops() override { return inner_->ops(); }
   void* allocate_arena(size_t bytes) override { return inner_->allocate_arena(bytes); }
-  void register_host_memory(void*, size_t bytes) override {
-    throw Error(ErrorCode::kOutOfMemory, std::to_string(bytes) + " B refused");
+  void register_host_memory(void* address, size_t bytes) override {
+    if (*pinned_ + bytes > most_) {
+      throw Error(ErrorCode::kOutOfMemory, std::to_string(bytes) + " B refused");
+    }
+    *pinned_ += bytes;
+    inner_->register_host_memory(address, bytes);
   }
   void synchronize() override { inner_->synchronize(); }
 
  private:
   std::unique_ptr<Backend> inner_;
+  const size_t most_;
+  const std::shared_ptr<std::atomic<size_t>> pinned_;  // by all backends of the test
+};
+
+class PinnedHostMemory : public ::testing::Test {
+ protected:
+  PinnedHostMemory() {
+    TinyShape shape;
+    shape.hidden = 128;
+    shape.intermediate = 352;
+    write_tiny_model(folder_.path(), TinyFamily::kLlama, shape);
+    config_.placement.activations = Tier::kDevice;
+    config_.placement.resident_blocks = 0;
+    config_.placement.device_optimizer_blocks = 0;
+  }
+  ~PinnedHostMemory() override { decorate_backends(nullptr); }
+
+  std::unique_ptr<Engine> open() const { return Engine::open(folder_.path().string(), config_); }
+  // Engines that are opened from now on have such a driver; returns what it has pinned.
+  static std::shared_ptr<std::atomic<size_t>> limit(size_t most) {
+    auto pinned = std::make_shared<std::atomic<size_t>>(0);
+    decorate_backends([most, pinned](std::unique_ptr<Backend> backend) {
+      return std::make_unique<BackendWithDriver>(std::move(backend), most, pinned);
+    });
+    return pinned;
+  }
+
+  const TempFolder folder_;
+  EngineConfig config_ = tiny_engine_config(Precision::kBF16);
 };
 
 // Pageable memory would do at half the speed: no engine opens with it and leaves its user to
 // wonder.
-TEST(PinnedHostMemory, ThatIsRefusedIsAnErrorAndNotReplaced) {
+TEST_F(PinnedHostMemory, ThatIsRefusedIsAnErrorAndNotReplaced) {
   if (test_device() != "host") GTEST_SKIP() << "drivers pin as much as they like";
-  const TempFolder folder;
-  write_tiny_model(folder.path(), TinyFamily::kLlama);
-  const EngineConfig config = tiny_engine_config(Precision::kBF16);
-  decorate_backends([](std::unique_ptr<Backend> backend) {
-    return std::make_unique<BackendThatPinsNothing>(std::move(backend));
-  });
-  const std::string text =
-      error_of(ErrorCode::kOutOfMemory, [&] { Engine::open(folder.path().string(), config); });
-  decorate_backends(nullptr);
+  limit(0);
+  const std::string text = error_of(ErrorCode::kOutOfMemory, [&] { open(); });
   EXPECT_NE(text.find(" B refused"), std::string::npos) << text;
-  EXPECT_NO_THROW(Engine::open(folder.path().string(), config));
+  decorate_backends(nullptr);
+  EXPECT_NO_THROW(open());
+}
+
+// Case R-05: a driver that pins half of the plan. Weights and gradients cross the link, masters and
+// moments do not: the plan says how much of it has to be pinned, takes that, and no more.
+TEST_F(PinnedHostMemory, IsWhatCrossesTheLink) {
+  if (test_device() != "host") GTEST_SKIP() << "drivers pin as much as they like";
+  limit(SIZE_MAX);
+  const PlanReport plan = open()->plan();
+  EXPECT_LT(plan.host_pinned_bytes, plan.host_bytes / 2);
+  EXPECT_NE(plan.to_text().find("of it pinned"), std::string::npos) << plan.to_text();
+  const auto pinned = limit(plan.host_bytes / 2);
+  const std::unique_ptr<Engine> engine = open();
+  EXPECT_EQ(*pinned, plan.host_pinned_bytes);
 }
 
 // Host bytes per parameter of a bf16 run with fp32 moments, without the planned activations.
