@@ -64,6 +64,9 @@ void orlop_cuda_adam_step(const orlop::AdamShard* shard, const orlop::AdamHyper*
 using OrlopCudaAdamStep = void (*)(const orlop::AdamShard*, const orlop::AdamHyper*, float, void*,
                                    const orlop::DeviceStream*);
 
+void orlop_cuda_load(int device);
+using OrlopCudaLoad = void (*)(int);
+
 size_t orlop_cuda_square_sums_scratch_bytes(const orlop::DeviceGradient* gradients, size_t count);
 using OrlopCudaSquareSumsScratchBytes = size_t (*)(const orlop::DeviceGradient*, size_t);
 

@@ -82,6 +82,12 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
                        issued);
 }
 
+ORLOP_EXPORT void orlop_cuda_load(int device) {
+  const DeviceScope scope(device);
+  kernels::load_square_sums();
+  kernels::load_copy_small();
+}
+
 ORLOP_EXPORT size_t orlop_cuda_square_sums_scratch_bytes(const DeviceGradient* gradients,
                                                          size_t count) {
   return kernels::square_sums_scratch_bytes(square_sum_args({gradients, count}));

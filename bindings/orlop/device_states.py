@@ -32,6 +32,8 @@ class DeviceStates:
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        if has_cuda_part():
+            _orlop.device_load(device.index)
         self._scratch: torch.Tensor | None = None  # of updates, which are in order
         self.unmeasured: dict = {}  # homes with gradients whose squares nobody has summed, in order
         self._rows = 0

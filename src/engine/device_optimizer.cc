@@ -14,6 +14,7 @@ struct CudaOptimizer {
   OrlopCudaSquareSumsScratchBytes square_sums_scratch_bytes = nullptr;
   OrlopCudaSquareSums square_sums = nullptr;
   OrlopCudaCopies copies = nullptr;
+  OrlopCudaLoad load = nullptr;
   std::string error;
 };
 
@@ -27,6 +28,7 @@ CudaOptimizer load() {
       library.find<OrlopCudaSquareSumsScratchBytes>("orlop_cuda_square_sums_scratch_bytes");
   cuda.square_sums = library.find<OrlopCudaSquareSums>("orlop_cuda_square_sums");
   cuda.copies = library.find<OrlopCudaCopies>("orlop_cuda_copies");
+  cuda.load = library.find<OrlopCudaLoad>("orlop_cuda_load");
   cuda.error = library.error();
   return cuda;
 }
@@ -41,6 +43,8 @@ const CudaOptimizer& cuda() {
 }
 
 }  // namespace
+
+void device_load(int device) { cuda().load(device); }
 
 size_t device_adam_scratch_bytes() { return cuda().adam_scratch_bytes(); }
 

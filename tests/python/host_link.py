@@ -156,11 +156,20 @@ class HostLink:
     close = unpin
 
     def offload(self, grads, homes):
+        self._check_pinned(home.gradient for home in homes)
         newest = max(homes, key=lambda home: home.job)
         newest.native.wait([newest.index])
         self.offloads += len(grads)
         self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last
+
+    def _is_pinned(self, address, size):
+        return any(begin <= address and address + size <= begin + length for begin, length in self.ranges)
+
+    def _check_pinned(self, tensors):
+        """What the link copies is in memory that it was told to pin."""
+        for tensor in tensors:
+            assert self._is_pinned(tensor.data_ptr(), tensor.nbytes)
 
     def let_go(self):
         self.let_go_at = self.offloads
@@ -187,7 +196,8 @@ class HostLink:
     def upload(self, slots, version):
         last = slots[-1].home
         written = last.native.written_address(last.index)
-        assert any(begin <= written < begin + size for begin, size in self.ranges)
+        assert self._is_pinned(written, 4)
+        self._check_pinned(slot.home.weights for slot in slots)
         gate = ctypes.c_uint32.from_address(written)
 
         def copy(homes=[slot.home for slot in slots]):
