@@ -11,6 +11,7 @@
 #include "gpu/cuda_check.h"
 #include "gpu/device_scope.h"
 #include "gpu/kernels/kernels.h"
+#include "gpu/typical_rates.h"
 
 namespace orlop {
 namespace {
@@ -94,6 +95,7 @@ CudaBackend::CudaBackend(const CudaBackendOptions& options)
   ORLOP_CUDA(cudaGetDeviceProperties(&properties, device_));
   info_.name = properties.name;
   info_.total_bytes = properties.totalGlobalMem;
+  info_.typical = typical_rates(chip_traits(device_));
   meter_ = std::make_unique<DeviceMemoryMeter>(device_);
   // Before the context is made; without NVML all memory counts as free, and what others hold then
   // counts as this backend's overhead, on the safe side.

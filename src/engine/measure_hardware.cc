@@ -78,7 +78,6 @@ class Bench {
     choice_ = make_backend(engine, 1, threads_, nullptr);
     const DeviceInfo info = choice_.backend->info();
     is_host_ = info.is_host;
-    name_ = info.name;
     // What plans leave to the host: see make_planning().
     if (!is_host_ && config.threads == 0) threads_ = std::max(1, threads_ - 1);
     device_bytes_ = std::min(is_host_ ? kHostDeviceBytes : kDeviceBytes, info.free_bytes / 2) /
@@ -92,7 +91,7 @@ class Bench {
   }
 
   HardwareProfile measure() {
-    HardwareProfile profile = default_profile(name_, is_host_, threads_);
+    HardwareProfile profile = default_profile(choice_.backend->info(), threads_);
     profile.is_measured = true;
     const size_t bytes = std::min(device_bytes_ / 2, host_.capacity_bytes());
     Queue& up = queue(QueueKind::kUpload);
@@ -188,7 +187,6 @@ class Bench {
   int threads_;
   HostArena host_;  // outlives the backend, which has it registered
   BackendChoice choice_;
-  std::string name_;
   bool is_host_ = false;
   std::byte* device_ = nullptr;
   size_t device_bytes_ = 0;

@@ -60,29 +60,29 @@ std::string HardwareProfile::to_json() const {
   return document.dump(2);
 }
 
-HardwareProfile default_profile(const std::string& device, bool device_is_host, int cores) {
+HardwareProfile default_profile(const DeviceInfo& device, int cores) {
   HardwareProfile profile;
-  profile.device = device;
+  profile.device = device.name;
   profile.host_bytes_per_s = 8e9 * cores;
-  if (device_is_host) {
+  const auto known = [](double rate, double otherwise) { return rate > 0 ? rate : otherwise; };
+  if (device.is_host) {
     profile.matmul_flop_per_s = 5e10 * cores;
     profile.upload_bytes_per_s = 5e9;
     profile.offload_bytes_per_s = 5e9;
     profile.device_bytes_per_s = 8e9 * cores;
   } else {
-    profile.matmul_flop_per_s = 5e14;
-    profile.upload_bytes_per_s = 5e10;
-    profile.offload_bytes_per_s = 5e10;
-    profile.device_bytes_per_s = 2.5e12;
+    profile.matmul_flop_per_s = known(device.typical.matmul_flop_per_s, 2e14);
+    profile.upload_bytes_per_s = known(device.typical.link_bytes_per_s, 2.4e10);
+    profile.offload_bytes_per_s = profile.upload_bytes_per_s;
+    profile.device_bytes_per_s = known(device.typical.device_bytes_per_s, 1e12);
     profile.collective_bytes_per_s = 3e11;
   }
   return profile;
 }
 
-HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores,
-                             DType compute_dtype) {
-  HardwareProfile profile = default_profile(device, device_is_host, cores);
-  const fs::path path = profile_path(device);
+HardwareProfile load_profile(const DeviceInfo& device, int cores, DType compute_dtype) {
+  HardwareProfile profile = default_profile(device, cores);
+  const fs::path path = profile_path(device.name);
   std::ifstream in(path);
   if (path.empty() || !in) return profile;
   try {
@@ -117,7 +117,7 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
         "hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
         "--measure` writes it anew.",
         path.string(), error.what());
-    return default_profile(device, device_is_host, cores);
+    return default_profile(device, cores);
   }
   return profile;
 }

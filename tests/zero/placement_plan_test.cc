@@ -16,7 +16,7 @@ using testing::Not;
 
 constexpr size_t kPlenty = size_t{1} << 30;
 
-HardwareProfile profile() { return default_profile("test", false, 4); }
+HardwareProfile profile() { return default_profile({.name = "test", .is_host = false}, 4); }
 
 size_t device_bytes(const PlanInput& input, const PlannedStep& planned) {
   return make_report(input, planned, {kPlenty, kPlenty}, profile()).device_peak_bytes;
