@@ -162,8 +162,10 @@ class Engine::Impl {
     session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
-      const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_,
-                                                   config_.optimizer.decoupled);
+      const auto flavour =
+          config_.evaluate_only ? std::nullopt : std::optional(config_.optimizer.decoupled);
+      const TrainingState training =
+          load_training(step_dir, layout(), session_.states(), *ranks_, flavour);
       scaler_.restore(training.scaler);
       applied_steps_ = training.steps;
       return training.user_state;
