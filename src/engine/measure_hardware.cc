@@ -11,6 +11,7 @@
 #include "cpu_adam/adam.h"
 #include "cpu_adam/cpu_features.h"
 #include "engine/backend_factory.h"
+#include "engine/measure_collectives.h"
 #include "memory/available_memory.h"
 #include "memory/host_arena.h"
 #include "nvme/aio_sweep.h"
@@ -204,6 +205,11 @@ MeasuredHardware measure_hardware(const MeasureConfig& config) {
   SweepPoint drive;
   if (!config.drive.empty()) drive = sweep_aio(sweep).best;
   HardwareProfile profile = Bench(config).measure();
+  const bool any_gpu = config.device == "auto" || config.device == "cuda";
+  if (const int gpus = any_gpu ? usable_gpus() : 0; gpus > 1) {
+    profile.collective_bytes_per_s = measure_collectives("cuda", gpus);
+    profile.collective_is_measured = true;
+  }
   if (!config.drive.empty()) {
     constexpr double kGib = 1 << 30;
     profile.nvme_read_bytes_per_s = drive.read_gib_per_s * kGib;

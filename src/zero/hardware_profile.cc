@@ -53,6 +53,7 @@ std::string HardwareProfile::to_json() const {
       {"device_bytes_per_s", device_bytes_per_s},
       {"host_bytes_per_s", host_bytes_per_s},
       {"launch_seconds", launch_seconds}};
+  if (collective_is_measured) document["collective_bytes_per_s"] = collective_bytes_per_s;
   if (drive_is_measured) {
     document["nvme_read_bytes_per_s"] = nvme_read_bytes_per_s;
     document["nvme_write_bytes_per_s"] = nvme_write_bytes_per_s;
@@ -101,8 +102,9 @@ HardwareProfile load_profile(const DeviceInfo& device, int cores, DType compute_
     read("offload_bytes_per_s", profile.offload_bytes_per_s);
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
-    if (document.contains("collective_bytes_per_s")) {  // measured only where there are several
+    if (document.contains("collective_bytes_per_s")) {
       read("collective_bytes_per_s", profile.collective_bytes_per_s);
+      profile.collective_is_measured = true;
     }
     read("launch_seconds", profile.launch_seconds);
     if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive

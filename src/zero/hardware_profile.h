@@ -34,7 +34,8 @@ struct HardwareProfile {
   MatmulRates matmul_rates;               // measured ones
   bool is_measured = false;
   bool drive_is_measured = false;
-  std::string source;  // the file it was read from; empty: typical figures
+  bool collective_is_measured = false;  // where there are several GPUs
+  std::string source;                   // the file it was read from; empty: typical figures
 
   std::string to_json() const;
 };
