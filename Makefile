@@ -15,6 +15,7 @@ export CCACHE_NOHASHDIR := 1
 export CCACHE_SLOPPINESS := pch_defines,time_macros
 FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 TIDIED = $(shell git ls-files '*.cc')
+RELEASE_ARCHITECTURES = $(shell sed -n 's/.*"CMAKE_CUDA_ARCHITECTURES": "\(.*\)".*/\1/p' CMakePresets.json)
 
 # Of `make demo`: MODEL is a Hugging Face folder of your own, ARGS are further options of orlop finetune.
 MODEL ?=
@@ -56,7 +57,8 @@ build: $(STAMPS)/venv-demo
 
 # dist/orlop-*.whl for machines that have nothing installed, with code for every GPU that is supported.
 wheel: $(STAMPS)/venv-wheel
-	$(if $(LAUNCHER),CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache) .ci/wheel.sh dist
+	$(if $(LAUNCHER),CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache) \
+	  .ci/wheel.sh dist '-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(RELEASE_ARCHITECTURES)'
 
 test: $(STAMPS)/venv-test
 	JOBS=$(JOBS) LAUNCHER="$(LAUNCHER)" .ci/test.sh all

@@ -10,13 +10,6 @@ folder=$1
 shift
 plain=$(mktemp -d)
 trap 'rm -rf "$plain"' EXIT
-if [[ "$*" != *CMAKE_CUDA_ARCHITECTURES* ]]; then
-  set -- "$@" "-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$("$python" -c 'if True:
-    import json
-    presets = json.load(open("CMakePresets.json"))["configurePresets"]
-    (release,) = [preset for preset in presets if preset["name"] == "release"]
-    print(release["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"])')"
-fi
 
 "$python" -m pip wheel -q --no-deps --no-build-isolation --no-index -w "$plain" \
   -Ccmake.define.ORLOP_CARRY_OPENMP=ON "$@" .

@@ -58,6 +58,10 @@ void copies(const std::vector<std::tuple<Address, Address, size_t>>& ranges, int
 
 void bind_device_optimizer(py::module_& module) {
   using Release = py::call_guard<py::gil_scoped_release>;
+  module.def("check_device", &check_device, py::arg("device"), Release(),
+             "Raises DeviceError where the CUDA part of Orlop, the driver or the device are not "
+             "such that the calls "
+             "below work, with the versions of both.");
   module.def("device_adam_scratch_bytes", &device_adam_scratch_bytes, Release(),
              "Device memory that device_adam_steps needs.");
   module.def("device_adam_steps", &adam_steps, py::arg("shards"), py::arg("hypers"),

@@ -40,9 +40,25 @@ std::string cuda_version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
-// The index as the runtime takes it, after everything that can be wrong without a context was
-// looked at.
-int checked_device(int32_t index) {
+const char* queue_name(QueueKind kind) {
+  switch (kind) {
+    case QueueKind::kCompute:
+      return "compute";
+    case QueueKind::kUpload:
+      return "upload";
+    case QueueKind::kOffload:
+      return "offload";
+    case QueueKind::kComm:
+      return "comm";
+    case QueueKind::kSave:
+      return "save";
+  }
+  return "?";
+}
+
+}  // namespace
+
+int check_cuda_device(int32_t index) {
   int driver = 0;
   static_cast<void>(cudaDriverGetVersion(&driver));
   check(driver != 0, ErrorCode::kDevice,
@@ -63,24 +79,6 @@ int checked_device(int32_t index) {
   return index;
 }
 
-const char* queue_name(QueueKind kind) {
-  switch (kind) {
-    case QueueKind::kCompute:
-      return "compute";
-    case QueueKind::kUpload:
-      return "upload";
-    case QueueKind::kOffload:
-      return "offload";
-    case QueueKind::kComm:
-      return "comm";
-    case QueueKind::kSave:
-      return "save";
-  }
-  return "?";
-}
-
-}  // namespace
-
 int cuda_device_count() noexcept {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
@@ -89,7 +87,7 @@ int cuda_device_count() noexcept {
 }
 
 CudaBackend::CudaBackend(const CudaBackendOptions& options)
-    : device_(checked_device(options.device_index)) {
+    : device_(check_cuda_device(options.device_index)) {
   cudaDeviceProp properties{};
   ORLOP_CUDA(cudaGetDeviceProperties(&properties, device_));
   info_.name = properties.name;

@@ -55,7 +55,13 @@ using OrlopCudaDeviceCount = int32_t (*)();
 orlop::Communicator* orlop_make_nccl_communicator(const orlop::NcclOptions* options);
 using OrlopMakeNcclCommunicator = orlop::Communicator* (*)(const orlop::NcclOptions*);
 
+// The version of Orlop that it is of.
+const char* orlop_cuda_version();
+
 // The functions of orlop/device_optimizer.h.
+void orlop_cuda_check_device(int32_t device);
+using OrlopCudaCheckDevice = void (*)(int32_t);
+
 size_t orlop_cuda_adam_scratch_bytes();
 using OrlopCudaAdamScratchBytes = size_t (*)();
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/shared_library.h"
+#include "engine/cuda_library.h"
 #include "gpu/cuda_backend_api.h"
 #include "host/host_backend.h"
 #include "memory/available_memory.h"
@@ -18,8 +18,6 @@ namespace {
 constexpr double kHostDeviceShare = 0.4;
 // Of a GPU's free memory, what is left to others when no budget is given.
 constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
-
-constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 
 BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads, Tracer* tracer) {
   const size_t budget = config.limits.device_bytes.value_or(static_cast<size_t>(
@@ -41,7 +39,7 @@ struct CudaLibrary {
 };
 
 CudaLibrary load_cuda() {
-  SharedLibrary library(kCudaLibrary);
+  SharedLibrary library = load_cuda_library();
   CudaLibrary cuda;
   cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
   cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+import orlop
 from bare_root import OF_EVERY_LINUX, OF_PYTHON, make_bare_root, run_in_bare_root
 
 pytestmark = pytest.mark.packaging
@@ -24,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 OF_THE_BUILD = (
     "CMAKE_CXX_COMPILER",
     "CMAKE_CXX_FLAGS_RELWITHDEBINFO",
-    "CMAKE_CUDA_ARCHITECTURES",
     "ORLOP_PRECOMPILE",
 )
 # Libraries loaded on demand, and what each may ask the machine for.
@@ -33,6 +33,7 @@ LEFT_TO_THE_MACHINE = {
     "liborlop_mpi.so": r"libmpi\.so\.\d+",
 }
 OLDEST_GLIBC = (2, 35)
+VERSION, OTHER_VERSION = orlop.__version__.encode(), b"0.0.9"
 
 
 def settings_of_the_build() -> dict[str, str]:
@@ -200,3 +201,60 @@ def test_normal_user_trains_with_a_drive_where_nothing_is_installed(fresh, bare_
         [python_of(fresh), "-c", AROUND % program, str(user), *OF_EVERY_LINUX, *OF_PYTHON],
     )
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
+
+
+CHECK_DEVICE = """
+import orlop
+try:
+    orlop._orlop.check_device(0)
+except orlop.DeviceError as error:
+    print(error)
+"""
+
+
+def cuda_of_the_wheel(site: Path) -> str | None:
+    """The cuBLASLt that the CUDA part asks for; None for a wheel without one."""
+    part = site / "orlop" / "liborlop_cuda.so"
+    return next((name for name in needed(part) if "cublasLt" in name), None) if part.exists() else None
+
+
+def test_cuda_part_needs_pytorchs_packages_and_a_driver_alone(fresh, bare_root):
+    """Case I-05: without a toolkit. What is missing is told with the version that it is to have."""
+    library, dependencies = cuda_of_the_wheel(fresh), Path(numpy.__file__).parents[1]
+
+    def complaint() -> str:
+        result = run_in_bare_root(
+            bare_root, [fresh.parents[2], dependencies], [python_of(fresh), "-c", CHECK_DEVICE]
+        )
+        assert (result.returncode, result.stderr) == (0, ""), result.stderr
+        return result.stdout
+
+    if library is None:
+        assert "liborlop_cuda.so: cannot open" in complaint()
+        return
+    major = library.rpartition(".")[2]
+    assert re.search(rf"{library}: cannot open .* for CUDA {major}\.\d+: install PyTorch", complaint())
+    if (dependencies / "nvidia" / f"cu{major}" / "lib" / library).exists():
+        (fresh / "nvidia").symlink_to(dependencies / "nvidia")
+        assert re.search(rf"no NVIDIA driver .* driver for CUDA {major}\.\d+", complaint())
+
+
+@pytest.mark.parametrize("patched", ["liborlop.so.0", "liborlop_cuda.so"])
+def test_libraries_of_two_versions_are_told_with_both(fresh, tmp_path, patched):
+    """Case I-05: LD_LIBRARY_PATH comes before the package's own folder."""
+    if patched == "liborlop_cuda.so" and cuda_of_the_wheel(fresh) is None:
+        pytest.skip("a wheel without CUDA")
+    shutil.copytree(fresh / "orlop", tmp_path / "orlop")
+    for beside in ("orlop.libs", "nvidia"):
+        if (fresh / beside).exists():
+            (tmp_path / beside).symlink_to(fresh / beside)
+    library = tmp_path / "orlop" / patched
+    own, other = b"\0%s\0" % VERSION, b"\0%s\0" % OTHER_VERSION
+    library.write_bytes(library.read_bytes().replace(own, other))
+    result = subprocess.run(
+        [python_of(fresh), "-c", CHECK_DEVICE], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path / "orlop")},
+    )  # fmt: skip
+    told = result.stdout + result.stderr
+    assert VERSION.decode() in told and OTHER_VERSION.decode() in told, told
+    assert ("ImportError" in told) == (patched == "liborlop.so.0")
