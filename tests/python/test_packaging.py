@@ -130,27 +130,29 @@ def test_module_and_command(fresh, tmp_path):
 
 
 ENGINE = """
-import json, numpy, orlop
+import json, os, numpy, orlop
 from orlop import hardware
 
-with open("/tmp/config.json", "w") as file:
+folder = os.environ["HOME"]
+with open(folder + "/config.json", "w") as file:
     json.dump({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
                "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "vocab_size": 256,
                "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                "num_key_value_heads": 4, "tie_word_embeddings": False}, file)
 config = orlop.EngineConfig(
-    device="auto", from_scratch=True, nvme=orlop.NvmeConfig(paths=["/tmp/drive"]),
+    device="auto", from_scratch=True, nvme=orlop.NvmeConfig(paths=[folder + "/drive"]),
     batch=orlop.BatchConfig(micro_batch_size=1, sequence_length=32, accumulation_steps=1),
     placement=orlop.PlacementConfig(nvme_optimizer_blocks=2),
 )
 ids = numpy.arange(33, dtype=numpy.int32)
-with orlop.Engine.open("/tmp", config) as engine:
+with orlop.Engine.open(folder, config) as engine:
     losses = [engine.step([orlop.MicroBatch(ids[:-1], ids[1:])]).loss for _ in range(3)]
 assert losses[2] < losses[0], losses
+print(*losses)
 file = orlop.AsyncFile(block_size=65536, queue_depth=4, engine="auto")
 written, read = numpy.arange(100_000), numpy.zeros(100_000, int)
-file.write(written, "/tmp/file")
-file.read(read, "/tmp/file")
+file.write(written, folder + "/file")
+file.read(read, folder + "/file")
 assert (written == read).all()
 assert file.backend == ("io_uring" if hardware.io_uring() == "allowed" else "threads"), file.backend_reason
 """
@@ -258,3 +260,26 @@ def test_libraries_of_two_versions_are_told_with_both(fresh, tmp_path, patched):
     told = result.stdout + result.stderr
     assert VERSION.decode() in told and OTHER_VERSION.decode() in told, told
     assert ("ImportError" in told) == (patched == "liborlop.so.0")
+
+
+@pytest.mark.parametrize("processor", ["Haswell", "Nehalem"], ids=["avx2", "no_avx"])
+def test_wheel_runs_on_older_processors(fresh, tmp_path, processor):
+    """Case I-01: it has every path, this machine's may be AVX-512; a wrong one ends by SIGILL."""
+    if not shutil.which("qemu-x86_64"):
+        pytest.skip("no qemu-x86_64 (Debian: qemu-user)")
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    losses = []
+    for name, emulator in {"here": [], "there": ["qemu-x86_64", "-cpu", processor]}.items():
+        (tmp_path / name).mkdir()
+        command = [*emulator, python_of(fresh), "-c", ENGINE]
+        result = run(*command, env=environment | {"HOME": str(tmp_path / name)}, timeout=120)
+        losses.append([float(loss) for loss in result.stdout.split()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_wheel_is_imported_on_any_processor_of_64_bits(fresh):
+    """Case I-01: the first of them; NumPy itself asks for more."""
+    if not shutil.which("qemu-x86_64"):
+        pytest.skip("no qemu-x86_64 (Debian: qemu-user)")
+    program = "import orlop; print(orlop.plan.__name__)"
+    assert run("qemu-x86_64", "-cpu", "qemu64", python_of(fresh), "-c", program).stdout == "plan\n"
