@@ -53,7 +53,8 @@ def run(*command, **options) -> subprocess.CompletedProcess:
 def wheel(tmp_path_factory) -> Path:
     """As `make wheel` makes it, from the objects of the compiler cache where there is one."""
     folder = tmp_path_factory.mktemp("wheel")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    (folder / "torch.py").write_text("raise AssertionError('the build imports torch: case I-06')")
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(folder)}
     settings = settings_of_the_build()
     if compiler := settings.pop("CMAKE_CXX_COMPILER", None):
         environment["CXX"] = compiler
@@ -118,6 +119,19 @@ def test_libraries_need_only_what_every_linux_or_the_wheel_has(fresh):
 def test_the_tag_tells_the_oldest_linux(wheel):
     (oldest,) = re.findall(r"-manylinux_2_(\d+)_x86_64\.whl$", wheel.name)
     assert (2, int(oldest)) <= OLDEST_GLIBC
+
+
+def test_source_build_states_its_needs(tmp_path):
+    """Case I-06: everything that is missing, and the line that brings it."""
+    without = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("nlohmann_json", "PkgConfig")]
+    result = subprocess.run(
+        ["cmake", "-S", ROOT, "-B", tmp_path, "-DORLOP_CUDA=OFF", "-DORLOP_MPI=OFF", *without],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = " ".join(result.stderr.split())
+    assert result.returncode != 0
+    assert "this machine lacks nlohmann-json, pkg-config, hwloc." in told
+    assert "apt-get install nlohmann-json3-dev pkg-config libhwloc-dev" in told
 
 
 def test_module_and_command(fresh, tmp_path):
