@@ -121,6 +121,28 @@ def test_the_tag_tells_the_oldest_linux(wheel):
     assert (2, int(oldest)) <= OLDEST_GLIBC
 
 
+def test_flags_do_not_depend_on_the_machine_that_builds(wheel):
+    """Case I-02: files that are named after an instruction set are compiled for it, all others for every processor."""
+    rules = (ROOT / "build-wheel" / "build.ninja").read_text(encoding="utf-8")
+    flags = dict(
+        re.findall(r"^build (\S+\.o): (?:.*\n)(?:  (?!FLAGS).*\n)*  FLAGS = (.*)$", rules, re.MULTILINE)
+    )
+    assert len(flags) > 100
+    machine = {name: [flag for flag in text.split() if flag.startswith("-m")] for name, text in flags.items()}
+    assert not [
+        name for name, options in machine.items() if re.search("-m(arch|tune|cpu)", " ".join(options))
+    ]
+    special = {Path(name).name for name, options in machine.items() if options}
+    assert special == {f"{part}_{isa}.cc.o" for part in ("adam", "kernels") for isa in ("avx2", "avx512")}
+
+
+def test_other_systems_are_refused_before_anything_is_compiled(tmp_path):
+    """Case I-07."""
+    command = ["cmake", "-S", ROOT, "-B", tmp_path, "-DCMAKE_SYSTEM_NAME=Windows"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and "not supported on Windows" in " ".join(result.stderr.split())
+
+
 def test_source_build_states_its_needs(tmp_path):
     """Case I-06: everything that is missing, and the line that brings it."""
     without = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("nlohmann_json", "PkgConfig")]
@@ -207,7 +229,8 @@ def bare_root():
 
 @pytest.mark.parametrize("program", [ENGINE, ADAMW], ids=["engine", "adamw"])
 def test_normal_user_trains_with_a_drive_where_nothing_is_installed(fresh, bare_root, program):
-    """Case I-03: no compiler, no liburing, hwloc, fmt, spdlog, oneDNN or OpenMP, not even their folders."""
+    """Cases I-03 and I-04: no liburing, hwloc, fmt, spdlog, oneDNN or OpenMP, and no compiler, since nothing is compiled
+    at run time: not even their folders."""
     if program is ADAMW:
         pytest.importorskip("torch")
     user = 65534 if os.geteuid() == 0 else 0
