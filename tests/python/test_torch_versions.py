@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import orlop
 
 PACKAGE = Path(orlop.__file__).parent
@@ -83,3 +85,21 @@ version, count = torch.__version__, getattr(torch._C, "_use_count", None)
         "torch._private_mode",
         "torch.distributed._functional_collectives",
     ]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_named_parameters_where_pytorch_does_not_know_them(monkeypatch, grouped):
+    """Case I-08: it does from 2.6 on."""
+    torch = pytest.importorskip("torch")
+    from orlop import older_torch
+
+    monkeypatch.setattr(older_torch, "TORCH_VERSION", (2, 5))
+    model = torch.nn.Linear(4, 4)
+    named = list(model.named_parameters())
+    groups = [{"params": iter([one]), "lr": 0.1} for one in named] if grouped else iter(named)
+    optimizer = orlop.AdamW(groups)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert names == ["weight", "bias"]
+    assert [p for group in optimizer.param_groups for p in group["params"]] == [p for _, p in named]
+    plain = orlop.AdamW(torch.nn.Linear(4, 4).parameters())
+    assert "param_names" not in plain.param_groups[0]
