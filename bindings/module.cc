@@ -7,13 +7,13 @@
 
 namespace {
 
-// LD_LIBRARY_PATH comes before the folder of the package.
+// A part of another installation may lie in the package, or where LD_LIBRARY_PATH looks before it.
 void require_own_library() {
   if (std::string_view(orlop::version()) == ORLOP_VERSION) return;
-  throw pybind11::import_error(std::string("this Python package is of Orlop ") + ORLOP_VERSION +
-                               ", the liborlop.so that the loader found of Orlop " +
-                               orlop::version() +
-                               "; take the folder of that one out of LD_LIBRARY_PATH");
+  throw pybind11::import_error(
+      std::string("this Python package is of Orlop ") + ORLOP_VERSION +
+      ", the liborlop.so that the loader found of Orlop " + orlop::version() +
+      "; install Orlop again, and take the folder of another one out of LD_LIBRARY_PATH");
 }
 
 }  // namespace

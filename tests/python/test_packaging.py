@@ -280,7 +280,7 @@ def test_cuda_part_needs_pytorchs_packages_and_a_driver_alone(fresh, bare_root):
 
 @pytest.mark.parametrize("patched", ["liborlop.so.0", "liborlop_cuda.so"])
 def test_libraries_of_two_versions_are_told_with_both(fresh, tmp_path, patched):
-    """Case I-05: LD_LIBRARY_PATH comes before the package's own folder."""
+    """Case I-05: an installation of which a part was left or put there by another."""
     if patched == "liborlop_cuda.so" and cuda_of_the_wheel(fresh) is None:
         pytest.skip("a wheel without CUDA")
     shutil.copytree(fresh / "orlop", tmp_path / "orlop")
@@ -292,7 +292,7 @@ def test_libraries_of_two_versions_are_told_with_both(fresh, tmp_path, patched):
     library.write_bytes(library.read_bytes().replace(own, other))
     result = subprocess.run(
         [python_of(fresh), "-c", CHECK_DEVICE], capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path / "orlop")},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     told = result.stdout + result.stderr
     assert VERSION.decode() in told and OTHER_VERSION.decode() in told, told
