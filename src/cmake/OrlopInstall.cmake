@@ -1,5 +1,5 @@
 # What `cmake --install` and a wheel get. Called when every target is defined:
-#   orlop_install(TARGET orlop MODULES orlop_cuda orlop_mpi)    modules that do not exist are left out
+#   orlop_install(TARGET orlop MODULES orlop_cuda orlop_cuda_optimizer orlop_mpi)    modules that do not exist are left out
 # A consumer writes find_package(orlop) and links orlop::orlop.
 
 include(GNUInstallDirs)

@@ -39,7 +39,7 @@ struct CudaLibrary {
 };
 
 CudaLibrary load_cuda() {
-  SharedLibrary library = load_cuda_library();
+  SharedLibrary library = load_cuda_library("liborlop_cuda.so");
   CudaLibrary cuda;
   cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
   cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");

@@ -7,14 +7,13 @@
 namespace orlop {
 namespace {
 
-constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 constexpr std::string_view kCudaVersion = ORLOP_CUDA_VERSION;
 
 }  // namespace
 
-SharedLibrary load_cuda_library() {
-  SharedLibrary library(kCudaLibrary);
-  const bool is_absent = library.error().starts_with(kCudaLibrary);
+SharedLibrary load_cuda_library(const std::string& name) {
+  SharedLibrary library(name);
+  const bool is_absent = library.error().starts_with(name);
   if (library.loaded()) {
     library.require_version("orlop_cuda_version", ORLOP_VERSION);
   } else if (!is_absent) {  // what it needs is

@@ -19,7 +19,7 @@ struct CudaOptimizer {
 };
 
 CudaOptimizer load() {
-  SharedLibrary library = load_cuda_library();
+  SharedLibrary library = load_cuda_library("liborlop_cuda_optimizer.so");
   CudaOptimizer cuda;
   cuda.adam_scratch_bytes =
       library.find<OrlopCudaAdamScratchBytes>("orlop_cuda_adam_scratch_bytes");

@@ -257,39 +257,41 @@ def cuda_of_the_wheel(site: Path) -> str | None:
     return next((name for name in needed(part) if "cublasLt" in name), None) if part.exists() else None
 
 
-def test_cuda_part_needs_pytorchs_packages_and_a_driver_alone(fresh, bare_root):
-    """Case I-05: without a toolkit. What is missing is told with the version that it is to have."""
+def test_cuda_needs_a_driver_and_for_an_engine_pytorchs_packages(fresh, bare_root):
+    """Case I-05: without a toolkit, and for the optimizer of PyTorch's tensors beside a PyTorch for any CUDA. What is
+    missing is told with the version that it is to have."""
     library, dependencies = cuda_of_the_wheel(fresh), Path(numpy.__file__).parents[1]
 
-    def complaint() -> str:
-        result = run_in_bare_root(
-            bare_root, [fresh.parents[2], dependencies], [python_of(fresh), "-c", CHECK_DEVICE]
-        )
-        assert (result.returncode, result.stderr) == (0, ""), result.stderr
-        return result.stdout
+    def complaint(program: str) -> str:
+        command = [python_of(fresh), "-c", program]
+        result = run_in_bare_root(bare_root, [fresh.parents[2], dependencies], command)
+        return result.stdout + result.stderr
 
+    engine = ENGINE.replace('device="auto"', 'device="cuda"')
     if library is None:
-        assert "liborlop_cuda.so: cannot open" in complaint()
+        assert "liborlop_cuda_optimizer.so: cannot open" in complaint(CHECK_DEVICE)
+        assert "liborlop_cuda.so: cannot open" in complaint(engine)
         return
     major = library.rpartition(".")[2]
-    assert re.search(rf"{library}: cannot open .* for CUDA {major}\.\d+: install PyTorch", complaint())
+    no_driver = rf"no NVIDIA driver .* driver for CUDA {major}\.\d+"
+    assert re.search(no_driver, complaint(CHECK_DEVICE))
+    assert re.search(rf"{library}: cannot open .* for CUDA {major}\.\d+: install PyTorch", complaint(engine))
     if (dependencies / "nvidia" / f"cu{major}" / "lib" / library).exists():
         (fresh / "nvidia").symlink_to(dependencies / "nvidia")
-        assert re.search(rf"no NVIDIA driver .* driver for CUDA {major}\.\d+", complaint())
+        assert re.search(no_driver, complaint(engine))
 
 
-@pytest.mark.parametrize("patched", ["liborlop.so.0", "liborlop_cuda.so"])
+@pytest.mark.parametrize("patched", ["liborlop.so.0", "liborlop_cuda_optimizer.so"])
 def test_libraries_of_two_versions_are_told_with_both(fresh, tmp_path, patched):
     """Case I-05: an installation of which a part was left or put there by another."""
-    if patched == "liborlop_cuda.so" and cuda_of_the_wheel(fresh) is None:
+    if patched == "liborlop_cuda_optimizer.so" and cuda_of_the_wheel(fresh) is None:
         pytest.skip("a wheel without CUDA")
     shutil.copytree(fresh / "orlop", tmp_path / "orlop")
     for beside in ("orlop.libs", "nvidia"):
         if (fresh / beside).exists():
             (tmp_path / beside).symlink_to(fresh / beside)
     library = tmp_path / "orlop" / patched
-    own, other = b"\0%s\0" % VERSION, b"\0%s\0" % OTHER_VERSION
-    library.write_bytes(library.read_bytes().replace(own, other))
+    library.write_bytes(library.read_bytes().replace(VERSION + b"\0", OTHER_VERSION + b"\0"))
     result = subprocess.run(
         [python_of(fresh), "-c", CHECK_DEVICE], capture_output=True, text=True, check=False, cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
