@@ -13,6 +13,18 @@ trap 'rm -rf "$plain"' EXIT
 
 "$python" -m pip wheel -q --no-deps --no-build-isolation --no-index -w "$plain" \
   -Ccmake.define.ORLOP_CARRY_OPENMP=ON "$@" .
+# The notices of what is carried, as Debian keeps them.
+"$python" - "$plain"/orlop-*.whl <<'EOF'
+import glob
+import sys
+import zipfile
+
+with zipfile.ZipFile(sys.argv[1], "a", zipfile.ZIP_DEFLATED) as wheel:
+    (record,) = [name for name in wheel.namelist() if name.endswith(".dist-info/RECORD")]
+    for library in ("libdnnl", "libfmt", "libgomp", "libhwloc", "libspdlog", "libudev", "liburing", "ocl-icd-libopencl"):
+        for path in glob.glob(f"/usr/share/doc/{library}[0-9]*/copyright"):
+            wheel.write(path, record.replace("RECORD", "licenses/" + path.split("/")[4]))
+EOF
 PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH
 excluded=('libcuda.so.*' 'libcublas*' 'libcudnn*' 'libnvrtc*' 'libnccl*' 'libmpi*' libgomp.so.1)
 "$python" -m auditwheel repair -w "$folder" "${excluded[@]/#/--exclude=}" "$plain"/orlop-*.whl 2>&1 |

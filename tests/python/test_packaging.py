@@ -116,6 +116,19 @@ def test_libraries_need_only_what_every_linux_or_the_wheel_has(fresh):
     assert not [name for name in carried if re.match("lib(cu|nv|nccl|mpi)", name)]
 
 
+def test_notices_of_what_is_carried_are_there(fresh):
+    noticed = {notice.name for notice in fresh.glob("orlop-*.dist-info/licenses/*")}
+    libraries_of = {re.split("[-.]", library.name)[0].lower() for library in libraries(fresh)}
+    for carried in libraries_of - {
+        "_orlop",
+        "liborlop",
+        "liborlop_cuda",
+        "liborlop_cuda_optimizer",
+        "liborlop_mpi",
+    }:
+        assert any(carried in name for name in noticed), f"{carried}: {noticed}"
+
+
 def test_the_tag_tells_the_oldest_linux(wheel):
     (oldest,) = re.findall(r"-manylinux_2_(\d+)_x86_64\.whl$", wheel.name)
     assert (2, int(oldest)) <= OLDEST_GLIBC
