@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "cpu_adam/adam.h"
 #include "gpu/cuda_backend_api.h"
+#include "gpu/cuda_devices.h"
 #include "gpu/cuda_event.h"
 #include "gpu/device_scope.h"
 #include "gpu/driver_api.h"
@@ -59,6 +60,10 @@ void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
 }  // namespace
 
 extern "C" {
+
+ORLOP_EXPORT void orlop_cuda_check_device(int32_t device) {
+  static_cast<void>(check_cuda_device(device));
+}
 
 ORLOP_EXPORT size_t orlop_cuda_adam_scratch_bytes() {
   return align_up(sizeof(StepScalars), kDeviceAlignment);

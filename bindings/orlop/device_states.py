@@ -15,11 +15,17 @@ _log = logging.getLogger("orlop")
 
 @functools.cache
 def has_cuda_part() -> bool:
-    """Whether this build has what works on device memory itself; without it torch copies gradients."""
+    """Whether this build has what works on device memory itself, and the driver is new enough for it; without it torch
+    copies gradients."""
     try:
-        _orlop.device_adam_scratch_bytes()
+        _orlop.check_device(torch.cuda.current_device())
     except RuntimeError as error:
-        _log.warning("optimizer states stay in host memory: %s", error)
+        _log.warning(
+            "optimizer states stay in host memory: %s (PyTorch %s is built for CUDA %s)",
+            error,
+            torch.__version__,
+            torch.version.cuda,
+        )
         return False
     return True
 

@@ -16,6 +16,7 @@ from .device_link import DeviceLink  # noqa: E402
 from .drive_options import split_config  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
+from .older_torch import compile_through_modules  # noqa: E402
 from .streamed_block import Block, Entry  # noqa: E402
 from .streamed_weights import StreamedWeights  # noqa: E402
 
@@ -54,6 +55,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     device = first if device is None else torch.empty(0, device=device).device
     modules = find_blocks(model) if blocks is None else list(blocks)
     _check_not_compiled(model, set(modules))
+    compile_through_modules()
     made = _make_blocks(model, modules, names, device)
     manager = None
     try:

@@ -19,6 +19,7 @@
 #include "engine/open_engine.h"
 #include "engine/ranks.h"
 #include "gpu/cuda_backend.h"
+#include "gpu/cuda_devices.h"
 #include "gpu/nccl_communicator.h"
 #include "orlop/error.h"
 #include "tests/comm/communicator_suite.h"
