@@ -151,7 +151,7 @@ int64_t TensorHomes::piece_numel(int64_t index, int64_t first) const {
 std::vector<std::span<std::byte>> TensorHomes::ranges() const {
   std::vector<std::span<std::byte>> ranges;
   for (const auto& arena : store_.arenas()) {
-    ranges.emplace_back(arena->memory.data(), align_up(arena->copied_bytes, kPageBytes));
+    ranges.emplace_back(arena->memory.data(), arena->copied_bytes);
   }
   return ranges;
 }

@@ -51,7 +51,7 @@ PlaneBytes plane_bytes(const TensorSpec& spec) {
 }
 
 size_t arena_bytes(std::span<const TensorSpec> specs) {
-  size_t bytes = align_up(specs.size() * sizeof(uint32_t), kDeviceAlignment);
+  size_t bytes = align_up(specs.size() * sizeof(uint32_t), kDeviceAlignment) + kPageBytes;
   for (const TensorSpec& spec : specs) {
     const PlaneBytes planes = plane_bytes(spec);
     for (const size_t plane :
@@ -102,6 +102,8 @@ int64_t TensorStore::add(std::span<const TensorSpec> specs) {
     tensor.states.written_version = reinterpret_cast<const uint32_t*>(tensor.written);
     added.push_back(std::move(tensor));
   }
+  // The rest has pages of its own: drivers refuse to copy what is pinned in part.
+  memory.carve(0, kGates, kPageBytes);
   arena->copied_bytes = memory.used_bytes();
   for (Tensor& tensor : added) carve_rest(memory, tensor.spec, tensor.states);
   const int64_t first = count();

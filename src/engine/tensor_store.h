@@ -19,8 +19,8 @@ class TensorStore {
  public:
   struct Arena {
     HostArena memory;
-    // At its start: versions, weights and gradients, which devices copy and wait for. What follows
-    // only the update on the host touches.
+    // At its start, in whole pages: versions, weights and gradients, which devices copy and wait
+    // for. What follows only the update on the host touches.
     size_t copied_bytes = 0;
   };
 

@@ -247,6 +247,11 @@ TEST(TensorOptimizer, ADevicePinsWhatItCopies) {
     EXPECT_TRUE(is_pinned(states.weights, bytes));
     EXPECT_TRUE(is_pinned(states.gradient, bytes));
     EXPECT_TRUE(is_pinned(states.written_version, sizeof(uint32_t)));
+    for (const void* plane :
+         {static_cast<const void*>(states.lo), static_cast<const void*>(states.exp_avg),
+          static_cast<const void*>(states.exp_avg_sq)}) {
+      EXPECT_GE(plane, ranges[0].data() + ranges[0].size()) << "no part of it";
+    }
   }
 }
 
