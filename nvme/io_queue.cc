@@ -1,7 +1,5 @@
 #include "nvme/io_queue.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 #include "base/check.h"
@@ -16,7 +14,7 @@ constexpr size_t kBlockMultiple = 4096;
 
 }  // namespace
 
-IoQueue::IoQueue(std::unique_ptr<IoBackend> backend, IoQueueOptions options) : owner_(::getpid()) {
+IoQueue::IoQueue(std::unique_ptr<IoBackend> backend, IoQueueOptions options) {
   check(options.block_bytes > 0 && options.block_bytes % kBlockMultiple == 0 &&
             options.block_bytes <= kMaxRequestBytes,
         ErrorCode::kUsage, "nvme.block is {} bytes; use a multiple of {} up to {}",
@@ -27,7 +25,7 @@ IoQueue::IoQueue(std::unique_ptr<IoBackend> backend, IoQueueOptions options) : o
 }
 
 IoQueue::~IoQueue() {
-  if (::getpid() != owner_) {
+  if (!owner_.is_this()) {
     // A forked child has a copy of the objects but neither thread nor ring: leave them alone.
     new std::thread(std::move(thread_));
     new std::shared_ptr<IoLoop>(std::move(loop_));

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -12,6 +10,7 @@
 #include <string_view>
 #include <thread>
 
+#include "base/owner_process.h"
 #include "nvme/io_backend.h"
 
 namespace orlop::nvme {
@@ -75,7 +74,7 @@ class IoQueue {
   IoQueueStats stats() const;
 
  private:
-  const pid_t owner_;
+  const OwnerProcess owner_;
   std::shared_ptr<IoLoop> loop_;  // shared with the thread, which may outlive a bounded destructor
   std::thread thread_;
 };

@@ -162,7 +162,7 @@ void remove_those_of_dead_ranks(const std::string& directory, const std::string&
 
 }  // namespace
 
-ShardFile::ShardFile(const ShardFileOptions& options) : owner_(::getpid()) {
+ShardFile::ShardFile(const ShardFileOptions& options) {
   ShardFileOptions resolved = options;
   resolved.directory = absolute_path(options.directory);
   make_directory(resolved.directory);
@@ -193,7 +193,7 @@ ShardFile::ShardFile(const ShardFileOptions& options) : owner_(::getpid()) {
 }
 
 ShardFile::~ShardFile() {
-  if (::getpid() != owner_ || kept_) return;
+  if (!owner_.is_this() || kept_) return;
   struct stat ours {};
   struct stat there {};
   const bool same = ::fstat(fd(), &ours) == 0 && ::stat(path_.c_str(), &there) == 0 &&

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstdint>
 #include <span>
 #include <string>
 
+#include "base/owner_process.h"
 #include "base/unique_fd.h"
 #include "nvme/direct_io.h"
 #include "nvme/superblock.h"
@@ -59,7 +58,7 @@ class ShardFile {
   void create(const std::string& directory);
   void write_superblock();
 
-  const pid_t owner_;
+  const OwnerProcess owner_;
   bool kept_ = false;
   std::string path_;
   UniqueFd fd_;

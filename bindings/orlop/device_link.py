@@ -238,7 +238,7 @@ class DeviceLink:
         address of a word on the device and what it is to reach. Where the device cannot see it this thread waits."""
         if not version:
             return _OPEN
-        address = self._gate_address(home.native.written_address(home.index))
+        address = self._gate_address(home.version_address)
         if address is None:
             home.native.wait([home.index])
             return _OPEN

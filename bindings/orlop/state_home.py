@@ -47,6 +47,7 @@ class HostHome:
         self.row: int | None = None  # for good, also where the states move
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device
+        self.version_address = native.written_address(index)  # of the word that says how far its jobs have come
         self.job = 0  # version of the last work that was submitted for this tensor
         self._planes_seen = None  # versions of weights and master at the last update
 
