@@ -228,7 +228,7 @@ class DeviceLink:
         into, homes = make_room()
         gate = self._gate(*update) if update is not None else _OPEN
         self._bring(into, homes, gate, True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event(blocking=True)  # the thread that reads drives may wait for it
         arrived.record(self.up)
         return arrived
 

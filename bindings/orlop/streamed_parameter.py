@@ -1,4 +1,4 @@
-"""A parameter whose weights are in host memory for now: it has its shape, and refuses arithmetic."""
+"""A parameter whose weights are in host memory, or on drives, for now: it has its shape, and refuses arithmetic."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _told: set[str] = set()
 
 
 class StreamedParameter(torch.nn.Parameter):
-    """The class of a parameter between two uses of its block. detach() gives a view of the host memory, so that
-    state_dict() is complete; copy_() writes there; to() and the like change nothing."""
+    """The class of a parameter between two uses of its block. detach() gives a view of the host memory, or
+    a copy of what is on drives, so that state_dict() is complete; copy_() writes there; to() and the like change
+    nothing."""
 
     def __repr__(self, **_):
         with torch._C.DisableTorchFunctionSubclass():
-            return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights in host memory)"
+            return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights {_place(self)})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -65,7 +66,7 @@ class StreamedParameter(torch.nn.Parameter):
                 return _leave(entry, first)
         names = [a._orlop_entry.name for a in _streamed(args, kwargs)]
         raise errors.UsageError(
-            f"{', '.join(names)}: the weights are in host memory; use them inside the forward of their own block, "
+            f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their own block, "
             "or inside `with orlop.gathered(...):`"
         )
 
@@ -113,6 +114,10 @@ _MOVES = {
     torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.half, torch.Tensor.bfloat16,
     torch.Tensor.float, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.pin_memory,
 }  # fmt: skip
+
+
+def _place(parameter) -> str:
+    return "on drives" if parameter._orlop_entry.is_on_drives else "in host memory"
 
 
 def _leave(entry, parameter):

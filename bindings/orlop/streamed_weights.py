@@ -20,11 +20,13 @@ class _Link:
         self._manager, self._inner = weakref.ref(manager), device_link
         self.states = None if device_link is None else device_link.states
 
-    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
-        """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
-        block, home = self._manager().block_of[parameter], parameter._orlop_entry.host
+    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """(numel) in host memory: those on the device, where somebody may have written them, else the home; None where
+        that is on drives."""
+        block, entry = self._manager().block_of[parameter], parameter._orlop_entry
         self._manager()._arrive(block)
-        return flat(parameter).cpu() if home is None or (block.here and not block.stale) else home
+        on_device = not entry.has_home or (block.here and not block.stale)
+        return flat(parameter).cpu() if on_device else entry.host
 
     def write_weights(self, slot) -> None:
         self._manager().block_of[slot.param].stale = True
@@ -36,6 +38,8 @@ class _Link:
         for slot in slots:
             block = manager.block_of[slot.param]
             block.stale, block.update = True, (slot.home, version)
+        if manager.drives is not None:
+            manager.drives.forget_readings()
 
     def offload(self, grads, homes):
         if self._inner is not None:
@@ -66,8 +70,9 @@ class StreamedWeights:
     """The blocks of one model. At rest only resident ones are on the device; in a pass two: the block at work
     and the next one, which is fetched ahead in the order that was last observed."""
 
-    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None):
+    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None, drives=None):
         self.blocks = blocks
+        self.drives = drives  # DriveWeights; None: all weights are in host memory
         self.link = _Link(self, device_link)
         self.device_link = device_link
         self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
@@ -92,6 +97,14 @@ class StreamedWeights:
                 block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
             ]
 
+    def drives_of(self, parameter: torch.Tensor):
+        """The DriveWeights that are the home of a parameter; None for one in host memory."""
+        return self.entry_of[parameter].drives
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Host memory beside the optimizer's that the device copies from."""
+        return self.drives.ranges() if self.drives is not None else []
+
     def owns(self, parameter: torch.Tensor) -> bool:
         return parameter in self.entry_of
 
@@ -99,8 +112,9 @@ class StreamedWeights:
         """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
         is_first, entry.slot = entry.slot is None, slot
-        entry.host = None if slot.home.on_device else slot.home.weights
-        if is_first:
+        entry.on_device = slot.home.on_device
+        entry.host = None if entry.on_device or entry.is_on_drives else slot.home.weights
+        if is_first and not entry.is_on_drives:
             self._freed.add(entry.bytes)
         self.block_of[slot.param].update = None
 
@@ -122,14 +136,21 @@ class StreamedWeights:
             self._keep_written(block)
         self.fetches += 1
         link = self.device_link
+        reads = block.is_on_drives
+        if reads:
+            self.drives.begin(block, link)
         if link is not None:
             block.arrived = link.bring(block.update, block.open)
+            if reads:
+                block.arrived = self.drives.bring(block, link)
         else:
             for entry in block.entries:
                 entry.wait()
             with torch.no_grad():
                 for into, home in zip(*block.open(), strict=True):
                     into.copy_(home)
+                if reads:
+                    self.drives.copy(block)
         if not block.here:
             self._here += 1
             self.peak_blocks = max(self.peak_blocks, self._here)
@@ -152,7 +173,7 @@ class StreamedWeights:
         self.device_link.wait_arrival(block.arrived)
         block.arrived = None
         for entry in block.entries:
-            if entry.host is not None and entry.version != entry.parameter._version:
+            if entry.has_home and entry.version != entry.parameter._version:
                 block.stale = True  # the write ran beside the copy: what is there now, nobody knows
                 entry.lose_write()
 
@@ -180,6 +201,12 @@ class StreamedWeights:
                 if block.stale:
                     self._fetch(block)
                 self._arrive(block)
+        self._check_drives()
+
+    def _check_drives(self) -> None:
+        """Nobody gets what was made of weights that could not be read."""
+        if self.drives is not None:
+            self.drives.check()
 
     def release_all(self) -> None:
         for block in list(self._visiting.values()):
@@ -194,12 +221,25 @@ class StreamedWeights:
         if self._last is not None and self._last[0] == backward and self._last[1] != index:
             self._next[self._last] = index
         self._last = (backward, index)
-        following = self._next.get(self._last, index - 1 if backward else index + 1)
+        following = self._after(index, backward)
         for other in list(self._visiting.values()):  # what was used before this point of the pass is done
             if other.index not in (index, following) and other.index not in block.callers:
                 self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
+        if self.drives is not None:
+            self._read_ahead(following, self._after(following, backward))
+
+    def _after(self, index: int, backward: bool) -> int:
+        """The block that is likely to be used after another."""
+        return self._next.get((backward, index), index - 1 if backward else index + 1)
+
+    def _read_ahead(self, *indices: int) -> None:
+        """What is on drives of blocks that are used soon comes to host memory."""
+        for index in indices:
+            block = self.blocks[index] if 0 <= index < len(self.blocks) else None
+            if block is not None and block.is_on_drives and (block.stale or not block.here):
+                self.drives.begin(block, self.device_link)
 
     def begin_forward(self, index: int) -> None:
         block = self.blocks[index]
@@ -235,6 +275,9 @@ class StreamedWeights:
         """Forward of the whole model or backward is over: only resident blocks stay."""
         self._last = None
         self.release_all()
+        if self.drives is not None:
+            self.drives.forget_readings()
+            self.drives.check()
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -244,6 +287,7 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.holds += 1
+        self._check_drives()
         return blocks
 
     def scatter(self, blocks: list[Block], write: bool, keep: bool) -> None:
@@ -259,24 +303,37 @@ class StreamedWeights:
         self.refresh()
         for entry in self.entry_of.values():
             entry.wait()
-            if entry.host is None:
-                entry.slot.home.wait_written(entry.slot)
-                entry.host = flat(entry.parameter).cpu()
-            entry.slot = None
+            slot, entry.slot = entry.slot, None
+            if entry.on_device:
+                slot.home.wait_written(slot)
+                entry.on_device = False
+                here = flat(entry.parameter).cpu()
+                if entry.drives is not None:
+                    entry.drives.write(entry.parameter, here)
+                else:
+                    entry.host = here
         for block in self.blocks:
             block.update = None
 
     def restore(self) -> None:
         """All weights on the device for good."""
         for block in self.blocks:
+            block.resident = True
             self._fetch(block)
             self._arrive(block)
-            block.resident = True
-            for entry in block.entries:
-                entry.parameter.__class__ = entry.kind
+        self._check_drives()
         self._visiting.clear()
+        for entry in self.entry_of.values():
+            entry.parameter.__class__ = entry.kind
+        self.close()
+
+    def close(self) -> None:
+        """Blocks come and go no more; what is on drives goes."""
         for handle in self.handles:
             handle.remove()
+        if self.drives is not None:
+            self.drives.close()
+            self.drives = None
 
     def forget_holds(self) -> None:
         for block in self.blocks:

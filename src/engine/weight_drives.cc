@@ -1,0 +1,67 @@
+#include "orlop/weight_drives.h"
+
+#include <new>
+#include <utility>
+
+#include "base/bytes.h"
+#include "base/owner_process.h"
+#include "engine/weight_space.h"
+#include "zero/step_plan.h"
+
+namespace orlop {
+
+struct WeightDrives::Owner {
+  OwnerProcess process;
+  std::shared_ptr<WeightSpace> space;
+
+  // A forked child has neither the threads nor the memory: there the space is left alone.
+  ~Owner() {
+    if (!process.is_this()) new std::shared_ptr<WeightSpace>(std::move(space));
+  }
+};
+
+WeightDrives::WeightDrives(const StateDrives& drives)
+    : owner_(std::make_unique<Owner>(OwnerProcess{}, std::make_shared<WeightSpace>(drives))) {}
+
+WeightDrives::~WeightDrives() = default;
+
+// Every call passes here.
+const std::shared_ptr<WeightSpace>& WeightDrives::space() const {
+  owner_->process.check_this("set of weights on drives");
+  return owner_->space;
+}
+
+int64_t WeightDrives::add(std::span<const DriveWeight> weights) { return space()->add(weights); }
+
+void WeightDrives::write(int64_t weight, std::span<const std::byte> values) {
+  space()->write(weight, values);
+}
+
+void WeightDrives::read(int64_t weight, std::span<std::byte> values) {
+  space()->read(weight, values);
+}
+
+void WeightDrives::take_slots(size_t count, size_t bytes) { space()->take_slots(count, bytes); }
+
+size_t WeightDrives::slot_bytes(std::span<const size_t> sizes) {
+  size_t bytes = 0;
+  for (const size_t each : sizes) bytes += align_up(each, kDriveAlignment);
+  return bytes;
+}
+
+std::byte* WeightDrives::slot(size_t index) const { return space()->slot(index); }
+
+uint32_t WeightDrives::fetch(std::span<const int64_t> weights, size_t slot, Fence free) {
+  return space()->fetch(weights, slot, free);
+}
+
+const uint32_t* WeightDrives::fetched() const {
+  return reinterpret_cast<const uint32_t*>(space()->fetched().value);
+}
+
+void WeightDrives::wait(uint32_t ticket) { space()->wait(ticket); }
+void WeightDrives::synchronize() { space()->synchronize(); }
+
+std::vector<std::span<std::byte>> WeightDrives::ranges() const { return space()->ranges(); }
+
+}  // namespace orlop
