@@ -91,14 +91,13 @@ class DriveWeights:
     def index_of(self, parameter: torch.Tensor) -> int:
         return self._index[parameter]
 
-    def write(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """`values` (numel) in host memory, of the parameter's dtype, become its weights here."""
-        self.native.write(self._index[parameter], values.data_ptr(), values.nbytes)
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """`values` (numel) in host memory, of the weight's dtype, become what it is here."""
+        self.native.write(index, values.data_ptr(), values.nbytes)
 
-    def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """(numel), a copy in host memory."""
-        values = torch.empty(parameter.numel(), dtype=parameter.dtype)
-        self.native.read(self._index[parameter], values.data_ptr(), values.nbytes)
+    def read(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """`values` (numel) in host memory, of the weight's dtype, become what it is here."""
+        self.native.read(index, values.data_ptr(), values.nbytes)
         return values
 
     # --- blocks ---------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class DriveWeights:
             return
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
-        indices = [self._index[entry.parameter] for entry in block.entries if entry.is_on_drives]
+        indices = [entry.index for entry in block.entries if entry.is_on_drives]
         fence = (0, 0) if link is None else link.fence(slot.left)
         block.reading = Reading(self.native, self.native.fetch(indices, slot.index, *fence), slot, block)
         ended = ctypes.c_uint32.from_address(self.native.written_address(0)).value

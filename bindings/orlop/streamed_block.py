@@ -21,7 +21,7 @@ class Entry:
         self.bytes = parameter.numel() * parameter.element_size()
         # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
         self.host: torch.Tensor | None = flat(parameter.data).cpu()
-        self.drives = None  # DriveWeights that have room for it
+        self.drives, self.index = None, -1  # DriveWeights that have room for it, and which of theirs it is
         self.on_device = False  # weights and states
         self.slot = None
         self.version = parameter._version
@@ -37,12 +37,15 @@ class Entry:
 
     def move_to(self, drives) -> None:
         """The home is on drives from now on; the host memory goes."""
-        drives.write(self.parameter, self.host)
-        self.drives, self.host = drives, None
+        index = drives.index_of(self.parameter)
+        drives.write(index, self.host)
+        self.drives, self.index, self.host = drives, index, None
 
     def home(self) -> torch.Tensor:
         """The weights (numel) in host memory: the home itself, or a copy of what is on drives."""
-        return self.drives.read(self.parameter) if self.is_on_drives else self.host
+        if not self.is_on_drives:
+            return self.host
+        return self.drives.read(self.index, torch.empty(self.parameter.numel(), dtype=self.parameter.dtype))
 
     def lie_in(self, storage: torch.UntypedStorage, offset: int) -> None:
         """The parameter's place for good: `offset` bytes into the storage."""
@@ -69,7 +72,7 @@ class Entry:
         if self.slot is not None:
             self.slot.home.take_weights(self.slot, laid)
         elif self.is_on_drives:
-            self.drives.write(self.parameter, laid)
+            self.drives.write(self.index, laid)
         else:
             self.host.copy_(laid)
         if self.is_on_drives:

@@ -9,6 +9,7 @@ import sys
 import torch
 
 from . import errors
+from .drive_state import DriveState
 from .offloaded_gradient import METADATA
 
 _log = logging.getLogger("orlop")
@@ -46,6 +47,8 @@ class StreamedParameter(torch.nn.Parameter):
         first = args[0] if args else None
         if func is torch._has_compatible_shallow_copy_type:
             return True  # module.to() then sets data, which changes nothing
+        if func == torch.Tensor.data.__get__ and first._orlop_entry.is_on_drives:
+            return DriveState.make(_OnDrives(first._orlop_entry), "data", first.dtype, first)
         if func == torch.Tensor.data.__set__:
             entry, value = first._orlop_entry, args[1]
             if isinstance(value, StreamedParameter):  # module.to()
@@ -69,6 +72,23 @@ class StreamedParameter(torch.nn.Parameter):
             f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their own block, "
             "or inside `with orlop.gathered(...):`"
         )
+
+
+class _OnDrives:
+    """What a DriveState asks of its home, for weights."""
+
+    def __init__(self, entry):
+        self._entry = entry
+
+    def read_plane(self, key: str) -> torch.Tensor:
+        return self._entry.host_view()
+
+    def write_planes(self, values: dict[str, torch.Tensor]) -> None:
+        for value in values.values():
+            self._entry.write_host(value)
+
+    def zero_plane(self, key: str) -> None:
+        self._entry.write_host(torch.zeros(()))
 
 
 @functools.cache

@@ -309,7 +309,7 @@ class StreamedWeights:
                 entry.on_device = False
                 here = flat(entry.parameter).cpu()
                 if entry.drives is not None:
-                    entry.drives.write(entry.parameter, here)
+                    entry.drives.write(entry.index, here)
                 else:
                     entry.host = here
         for block in self.blocks:

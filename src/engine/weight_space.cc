@@ -40,10 +40,13 @@ constexpr size_t count_of(size_t bytes, size_t chunk_bytes) {
 
 class WeightSpace::Turn : public Event {
  public:
-  Turn(Fence free, const Weight& weight)
-      : free_(free), updated_(weight.updated), name_(weight.name) {}
+  // `earlier`: the fetch into the same slot before, which ends on another thread than this waits
+  // on.
+  Turn(Fence free, Updated earlier, const Weight& weight)
+      : free_(free), earlier_(std::move(earlier)), updated_(weight.updated), name_(weight.name) {}
 
   void synchronize() override {
+    if (earlier_.version != 0) await_gate(earlier_.gate, earlier_.version);
     const int status = free_.wait == nullptr ? 0 : free_.wait(free_.handle);
     check(status == 0, ErrorCode::kDevice,
           "the slot for '{}' did not become free: the device reports status {}", name_, status);
@@ -53,6 +56,7 @@ class WeightSpace::Turn : public Event {
 
  private:
   Fence free_;
+  Updated earlier_;
   Updated updated_;
   std::string name_;
 };
@@ -187,6 +191,7 @@ Completion<> WeightSpace::start(int64_t index, size_t chunk, nvme::IoOp op, std:
 void WeightSpace::take_slots(size_t count, size_t bytes) {
   check(!arena_, ErrorCode::kUsage, "slots for weights of drives are taken once");
   slot_bytes_ = align_up(bytes, kDriveAlignment);
+  slot_tickets_.assign(count, 0);
   arena_.emplace(kPageBytes + count * slot_bytes_);
   const std::span<std::byte> page = arena_->carve(kPageBytes, "gate of fetches", kPageBytes);
   const std::span<std::byte> slots =
@@ -214,9 +219,11 @@ uint32_t WeightSpace::fetch(std::span<const int64_t> weights, size_t slot, Fence
   std::byte* const begin = this->slot(slot);
   std::byte* memory = begin;
   Fetch made;
+  Updated earlier{fetched(), slot_tickets_[slot], nullptr};
   for (const int64_t index : weights) {
     const Weight& weight = at(index);
-    made.turns.push_back(std::make_unique<Turn>(std::exchange(free, {}), weight));
+    made.turns.push_back(
+        std::make_unique<Turn>(std::exchange(free, {}), std::exchange(earlier, {}), weight));
     SwapLane::Swap swap;
     swap.what = fmt::format("weights '{}'", weight.name);
     swap.param = static_cast<int>(index);
@@ -237,6 +244,7 @@ uint32_t WeightSpace::fetch(std::span<const int64_t> weights, size_t slot, Fence
   SwapLane::Turn turn;
   turn.updates = false;  // its own turns wait for them
   for (const SwapLane::Swap& swap : kept.swaps) kept.ticket = lane_->issue(swap, turn);
+  slot_tickets_[slot] = kept.ticket;
   return kept.ticket;
 }
 

@@ -94,6 +94,7 @@ class WeightSpace {
   std::vector<int64_t> versions_;   // what the chunks of each weight hold, or will
   std::optional<HostArena> arena_;  // a page with the gate of fetches, then the slots
   size_t slot_bytes_ = 0;
+  std::vector<uint32_t> slot_tickets_;  // of the last fetch into each slot
   std::deque<Fetch> fetches_;
   std::unique_ptr<nvme::Swapper> swapper_;  // ends before the memory that it moves
   std::unique_ptr<SwapLane> lane_;          // last: it ends before what it uses

@@ -140,6 +140,7 @@ class HostLink:
         self.device, self.unpinned_bytes, self.is_pinned = device, 0, True
         self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
         self.up = None
+        self.brought = Updated(None)  # the last of what came up for blocks
         self.pending = []
         self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
@@ -173,6 +174,9 @@ class HostLink:
             arrival.synchronize()
 
     def fence(self, arrival):
+        if isinstance(arrival, Updated):
+            arrival.synchronize()
+            return 0, 0
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
 
     def read_weights(self, parameter):
@@ -208,7 +212,15 @@ class HostLink:
         if update is not None:
             home, _ = update
             home.native.wait([home.index])
-        return Updated((lambda: torch._foreach_copy_(into, homes)) if into else None)
+        before, self.brought = self.brought, Updated(None)
+
+        def copy():
+            before.synchronize()
+            if into:
+                torch._foreach_copy_(into, homes)
+
+        self.brought.work = copy
+        return self.brought
 
     def wait_upload(self, slot):
         for thread in self.pending:
