@@ -59,7 +59,9 @@ def param_share(nvme: Any) -> tuple[float, Any]:
     rest = {key: value for key, value in nvme.items() if key != "param_share"}
     share = parse_value(OPTIONS["nvme_param_share"], nvme["param_share"], "nvme")
     if share and not rest.get("paths"):
-        raise errors.UsageError(f"nvme: param_share is {share:g}, but paths names no directory for the weights")
+        raise errors.UsageError(
+            f"nvme: param_share is {share:g}, but paths names no directory for the weights"
+        )
     return share, rest
 
 

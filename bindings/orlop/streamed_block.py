@@ -83,6 +83,18 @@ class Entry:
         if self.slot is not None and self.has_home:
             self.slot.home.native.wait([self.slot.home.index])
 
+    def leave_optimizer(self) -> None:
+        """Weights that are on the device for the sake of their states get a home again."""
+        slot, self.slot = self.slot, None
+        if self.on_device:
+            slot.home.wait_written(slot)
+            self.on_device = False
+            here = flat(self.parameter).cpu()
+            if self.drives is not None:
+                self.drives.write(self.index, here)
+            else:
+                self.host = here
+
     def take_back(self) -> None:
         """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
         if self.has_home:

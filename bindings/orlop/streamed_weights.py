@@ -300,20 +300,15 @@ class StreamedWeights:
 
     def leave_optimizer(self) -> None:
         """The optimizer ends; its memory stays the home of the weights, and what is on the device is its last word."""
-        self.refresh()
-        for entry in self.entry_of.values():
-            entry.wait()
-            slot, entry.slot = entry.slot, None
-            if entry.on_device:
-                slot.home.wait_written(slot)
-                entry.on_device = False
-                here = flat(entry.parameter).cpu()
-                if entry.drives is not None:
-                    entry.drives.write(entry.index, here)
-                else:
-                    entry.host = here
-        for block in self.blocks:
-            block.update = None
+        try:
+            self.refresh()
+            for entry in self.entry_of.values():
+                entry.wait()
+        finally:  # an optimizer that has failed is left, too
+            for entry in self.entry_of.values():
+                entry.leave_optimizer()
+            for block in self.blocks:
+                block.update = None
 
     def restore(self) -> None:
         """All weights on the device for good."""

@@ -239,7 +239,9 @@ def _take_drives(parts, share, nvme, trained_stay) -> DriveWeights | None:
     except BaseException:
         drives.close()
         raise
-    _log.info("%.2f GiB of weights in %d of %d blocks are on drives", drives.bytes / 2**30, len(blocks), len(parts))
+    _log.info(
+        "%.2f GiB of weights in %d of %d blocks are on drives", drives.bytes / 2**30, len(blocks), len(parts)
+    )
     return drives
 
 

@@ -225,7 +225,7 @@ uint32_t WeightSpace::fetch(std::span<const int64_t> weights, size_t slot, Fence
     made.turns.push_back(
         std::make_unique<Turn>(std::exchange(free, {}), std::exchange(earlier, {}), weight));
     SwapLane::Swap swap;
-    swap.what = fmt::format("weights '{}'", weight.name);
+    swap.what = "weights for their block";
     swap.param = static_cast<int>(index);
     swap.after = {made.turns.back().get()};
     for (size_t chunk = 0; chunk < count_chunks(index); ++chunk) {
