@@ -94,6 +94,11 @@ class DeviceLink:
             del self._pinned[address]
         self._gates.clear()
 
+    def unpin_ranges(self, ranges: list[tuple[int, int]]) -> None:
+        """Gives these registrations back, before their memory goes. Waits for copies."""
+        gone = {address for address, _ in ranges}
+        self.pin_no_more_than([pinned for pinned in self._pinned.items() if pinned[0] not in gone])
+
     def unpin(self) -> None:
         """Waits for all copies and updates, then gives the registrations and the room on the device back."""
         self.states.clear()

@@ -67,7 +67,8 @@ class DriveWeights:
         self._index: dict[torch.Tensor, int] = {}
         self._slots: list[_Slot] = []
         self._next = 0
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.native)
+        self._links: list = []
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.native, self._links)
 
     # --- whole weights --------------------------------------------------------------------------
 
@@ -150,6 +151,11 @@ class DriveWeights:
         """Waits for all that is on its way, and raises what went wrong with it."""
         self.native.synchronize()
 
+    def pin(self, link) -> None:
+        """The device of the link copies out of the slots until close()."""
+        link.pin(self.ranges())
+        self._links.append(link)
+
     def ranges(self) -> list[tuple[int, int]]:
         """Host memory that a device copies from."""
         return self.native.ranges()
@@ -166,7 +172,9 @@ def _bytes(parameter: torch.Tensor) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def _close(owner: int, native) -> None:
+def _close(owner: int, native, links) -> None:
     """Not in a fork, which has neither the threads nor the memory."""
     if os.getpid() == owner:
+        for link in links:
+            link.unpin_ranges(native.ranges())
         native.close()

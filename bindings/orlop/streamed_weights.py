@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import weakref
 
 import torch
 
+from .block_hooks import register_hooks
 from .host_memory import FreedMemory
 from .streamed_block import Block
 from .torch_support import flat
@@ -29,8 +28,10 @@ class _Link:
         return flat(parameter).cpu() if on_device else entry.host
 
     def write_weights(self, slot) -> None:
-        self._manager().block_of[slot.param].stale = True
-        self._manager().refresh()
+        manager = self._manager()
+        manager.block_of[slot.param].stale = True
+        manager.forget_readings()
+        manager.refresh()
 
     def upload(self, slots, version) -> None:
         """The homes are written by the update itself; a copy on the device is fetched again when it is needed."""
@@ -38,8 +39,7 @@ class _Link:
         for slot in slots:
             block = manager.block_of[slot.param]
             block.stale, block.update = True, (slot.home, version)
-        if manager.drives is not None:
-            manager.drives.forget_readings()
+        manager.forget_readings()
 
     def offload(self, grads, homes):
         if self._inner is not None:
@@ -84,18 +84,11 @@ class StreamedWeights:
         self.peak_blocks = 0  # on the device at once
         self._here = 0
         self._freed = FreedMemory()
+        if drives is not None and device_link is not None:
+            drives.pin(device_link)
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
-        reference = weakref.ref(self)
-        self.handles = [
-            model.register_forward_hook(functools.partial(_leave_model, reference), always_call=True)
-        ]
-        for block in blocks:
-            bind = functools.partial
-            self.handles += [
-                block.module.register_forward_pre_hook(bind(_enter, reference, block.index)),
-                block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
-            ]
+        self.handles = register_hooks(self, model, blocks)
 
     def drives_of(self, parameter: torch.Tensor):
         """The DriveWeights that are the home of a parameter; None for one in host memory."""
@@ -121,7 +114,11 @@ class StreamedWeights:
     def link_beside(self, parameter: torch.Tensor):
         """The device's link, if the weights are there for good."""
         block = self.block_of[parameter]
-        return self.device_link if block.resident and block.here and not block.stale else None
+        if not (block.resident and block.here):
+            return None
+        if block.is_on_drives:  # an update may have passed by
+            self._fetch(block)
+        return None if block.stale else self.device_link
 
     def resident_blocks(self) -> list[int]:
         """Blocks whose weights are on the device now."""
@@ -135,22 +132,10 @@ class StreamedWeights:
         if block.here:
             self._keep_written(block)
         self.fetches += 1
-        link = self.device_link
-        reads = block.is_on_drives
-        if reads:
-            self.drives.begin(block, link)
-        if link is not None:
-            block.arrived = link.bring(block.update, block.open)
-            if reads:
-                block.arrived = self.drives.bring(block, link)
+        if self.device_link is not None:
+            self._bring(block, self.device_link)
         else:
-            for entry in block.entries:
-                entry.wait()
-            with torch.no_grad():
-                for into, home in zip(*block.open(), strict=True):
-                    into.copy_(home)
-                if reads:
-                    self.drives.copy(block)
+            self._copy(block)
         if not block.here:
             self._here += 1
             self.peak_blocks = max(self.peak_blocks, self._here)
@@ -158,13 +143,35 @@ class StreamedWeights:
                 self._visiting[block.index] = block
         block.here, block.stale = True, False
 
+    def _bring(self, block: Block, link) -> None:
+        """This thread waits for neither updates, drives nor copies."""
+        if block.is_on_drives:
+            self.drives.begin(block, link)
+        into, homes = block.open()
+        if homes or not block.is_on_drives:
+            block.arrived = link.bring(block.update, lambda: (into, homes))
+        if block.is_on_drives:  # on the same stream
+            block.arrived = self.drives.bring(block, link)
+
+    def _copy(self, block: Block) -> None:
+        if block.is_on_drives:
+            self.drives.begin(block, None)
+        for entry in block.entries:
+            entry.wait()
+        with torch.no_grad():
+            for into, home in zip(*block.open(), strict=True):
+                into.copy_(home)
+            if block.is_on_drives:
+                self.drives.copy(block)
+
     def fetch_resident(self) -> None:
         """After an update was submitted: blocks that stay take their new weights as they are written, in the
-        order of their use; nobody waits but the stream that copies."""
+        order of their use; nobody waits but the stream that copies. Those on drives are read when their turn comes:
+        reads run in the order in which they are issued, and the first blocks are not to wait for the last updates."""
         if self.device_link is None:
             return
         for block in self.blocks:
-            if block.here and block.resident and block.stale:
+            if block.here and block.resident and block.stale and not block.is_on_drives:
                 self._fetch(block)
 
     def _arrive(self, block: Block) -> None:
@@ -275,9 +282,13 @@ class StreamedWeights:
         """Forward of the whole model or backward is over: only resident blocks stay."""
         self._last = None
         self.release_all()
+        self.forget_readings()
+        self._check_drives()
+
+    def forget_readings(self) -> None:
+        """What was read ahead is not used."""
         if self.drives is not None:
             self.drives.forget_readings()
-            self.drives.check()
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -334,57 +345,3 @@ class StreamedWeights:
         for block in self.blocks:
             block.holds = 0
         self.release_all()
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _enter(manager, index, *_):
-    manager = manager()
-    if manager is None:
-        return
-    if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
-        manager.begin_backward(index)
-        return
-    manager.begin_forward(index)
-
-
-def _leave(manager, index, _module, _args, output):
-    manager = manager()
-    if manager is None:
-        return
-    block = manager.blocks[index]
-    if torch.is_grad_enabled() and output is not None:
-        reference = weakref.ref(manager)
-        seen = False
-        for tensor in _tensors(output):
-            seen = True
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(_before_backward, reference, index))
-        if not seen:  # nothing tells when its backward begins: it stays until the next step
-            block.holds += 1
-    if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
-        manager.end_forward(block)
-
-
-def _leave_model(manager, *_):
-    manager = manager()
-    if manager is not None and torch._C._current_graph_task_id() == -1:
-        manager.forget_forwards()
-        manager.end_pass()
-
-
-def _before_backward(manager, index, _gradient):
-    manager = manager()
-    if manager is not None:
-        manager.begin_backward(index)

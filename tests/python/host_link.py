@@ -150,6 +150,9 @@ class HostLink:
 
     pin_no_more_than = pin
 
+    def unpin_ranges(self, ranges):
+        self.make_current_stream_wait()
+
     def unpin(self):
         self.make_current_stream_wait()
         self.room.clear()
