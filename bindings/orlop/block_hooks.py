@@ -1,5 +1,5 @@
-"""What tells StreamedWeights that a block is about to be used, or has been: hooks of forward, and of the tensors that its
-backward begins with."""
+"""What tells StreamedWeights that a block is about to be used, or has been: hooks of its forward, and of the tensors
+with which its backward begins."""
 
 from __future__ import annotations
 

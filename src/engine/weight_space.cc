@@ -81,8 +81,8 @@ int64_t WeightSpace::add(std::span<const DriveWeight> weights) {
   const auto first = static_cast<int64_t>(weights_.size());
   for (const DriveWeight& weight : weights) {
     check(weight.bytes > 0, ErrorCode::kUsage, "'{}' has no bytes to be on drives", weight.name);
-    weights_.push_back({weight.name, weight.bytes, {}});
   }
+  for (const DriveWeight& weight : weights) weights_.push_back({weight.name, weight.bytes, {}});
   try {
     std::vector<nvme::ChunkSpec> places;
     for (auto index = first; index < static_cast<int64_t>(weights_.size()); ++index) {

@@ -93,7 +93,7 @@ def assert_same_states(a, b):
     assert states_a.keys() == states_b.keys()
     for index, state in states_a.items():
         for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states_b[index][key])), (index, key)
+            assert torch.equal(value.cpu(), states_b[index][key].cpu()), (index, key)
 
 
 def assert_no_files(tmp_path):
