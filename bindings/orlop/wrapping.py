@@ -35,9 +35,12 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
         blocks as fit beside two for streaming stay there, and sums of micro-batches as far as they fit beside the
         highest use of memory so far. "auto" takes what is free on a GPU less a reserve. nvme.paths: directories of
         drives for optimizer states, as nvme= of orlop.AdamW; nvme.param_share: the share of the weights of blocks, 0 to
-        1, that is there, too, so that a model may be larger than host memory (0 by default). They come through three
-        slots of host memory, each of the largest block. With nvme=None beside it states stay in host memory, and so do
-        the weights that train.
+        1, that is there, too, so that a model may be larger than host memory (0 by default): transformers maps the file
+        of a model that it loads in the file's dtype, and from there each weight goes to its drive. They come through
+        three slots of host memory, each of the largest block. With nvme=None beside it states stay in host memory, and
+        so do the weights that train. state_dict() reads all weights at once, `parameter.detach()` one: adapters alone
+        are saved by save_pretrained(folder, state_dict={n: p.detach() for n, p in
+        model.named_parameters() if p.requires_grad}).
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU (orlop.init) that is larger than the
         GPU is wrapped with device="cuda": its blocks never are there all at once. Its memory is taken over.

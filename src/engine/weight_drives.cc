@@ -11,17 +11,20 @@
 namespace orlop {
 
 struct WeightDrives::Owner {
-  OwnerProcess process;
-  std::shared_ptr<WeightSpace> space;
-
+  explicit Owner(std::shared_ptr<WeightSpace> made) : space(std::move(made)) {}
   // A forked child has neither the threads nor the memory: there the space is left alone.
   ~Owner() {
     if (!process.is_this()) new std::shared_ptr<WeightSpace>(std::move(space));
   }
+  Owner(const Owner&) = delete;
+  Owner& operator=(const Owner&) = delete;
+
+  OwnerProcess process;
+  std::shared_ptr<WeightSpace> space;
 };
 
 WeightDrives::WeightDrives(const StateDrives& drives)
-    : owner_(std::make_unique<Owner>(OwnerProcess{}, std::make_shared<WeightSpace>(drives))) {}
+    : owner_(std::make_unique<Owner>(std::make_shared<WeightSpace>(drives))) {}
 
 WeightDrives::~WeightDrives() = default;
 
