@@ -18,6 +18,11 @@ namespace {
 
 using Address = uintptr_t;
 
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
 int64_t add(WeightDrivesHandle& self, const std::vector<std::string>& names,
             const std::vector<size_t>& sizes) {
   std::vector<DriveWeight> weights;
@@ -27,7 +32,7 @@ int64_t add(WeightDrivesHandle& self, const std::vector<std::string>& names,
 
 uint32_t fetch(WeightDrivesHandle& self, const std::vector<int64_t>& weights, size_t slot,
                Address wait, Address handle) {
-  const Fence free{reinterpret_cast<int (*)(void*)>(wait), reinterpret_cast<void*>(handle)};
+  const Fence free{pointer<int(void*)>(wait), pointer<void>(handle)};
   return self.get().fetch(weights, slot, free);
 }
 
@@ -58,13 +63,13 @@ void bind_weight_drives(py::module_& module) {
       .def(
           "write",
           [](Handle& self, int64_t weight, Address values, size_t bytes) {
-            self.get().write(weight, {reinterpret_cast<const std::byte*>(values), bytes});
+            self.get().write(weight, {pointer<const std::byte>(values), bytes});
           },
           py::arg("weight"), py::arg("values"), py::arg("bytes"), Release())
       .def(
           "read",
           [](Handle& self, int64_t weight, Address values, size_t bytes) {
-            self.get().read(weight, {reinterpret_cast<std::byte*>(values), bytes});
+            self.get().read(weight, {pointer<std::byte>(values), bytes});
           },
           py::arg("weight"), py::arg("values"), py::arg("bytes"), Release())
       .def_static(

@@ -31,6 +31,8 @@ class TensorDrives {
   explicit TensorDrives(const StateDrives& drives);
   // Nothing may be under way.
   ~TensorDrives();
+  TensorDrives(const TensorDrives&) = delete;
+  TensorDrives& operator=(const TensorDrives&) = delete;
 
   // What the optimizer's queue is told.
   HostUpdates queue_options();
