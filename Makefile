@@ -15,13 +15,14 @@ export CCACHE_NOHASHDIR := 1
 export CCACHE_SLOPPINESS := pch_defines,time_macros
 FORMATTED = $(shell git ls-files '*.h' '*.cc' '*.cu' '*.cuh')
 TIDIED = $(shell git ls-files '*.cc')
+RELEASE_ARCHITECTURES = $(shell sed -n 's/.*"CMAKE_CUDA_ARCHITECTURES": "\(.*\)".*/\1/p' CMakePresets.json)
 
 # Of `make demo`: MODEL is a Hugging Face folder of your own, ARGS are further options of orlop finetune.
 MODEL ?=
 DEMO_DIR ?= demo
 ARGS ?=
 
-.PHONY: demo test test-gpu asan tsan build format lint clean
+.PHONY: demo test test-gpu asan tsan build wheel format lint clean
 .DEFAULT_GOAL := build
 
 $(STAMPS)/apt: .ci/apt-packages.txt .ci/apt.sh
@@ -30,6 +31,10 @@ $(STAMPS)/apt: .ci/apt-packages.txt .ci/apt.sh
 
 $(STAMPS)/venv-demo: pyproject.toml .ci/venv.sh .ci/venv.py $(STAMPS)/apt
 	.ci/venv.sh demo --with-model
+	touch $@
+
+$(STAMPS)/venv-wheel: pyproject.toml .ci/venv.sh .ci/venv.py $(STAMPS)/apt
+	.ci/venv.sh wheel
 	touch $@
 
 $(STAMPS)/venv-test: pyproject.toml .ci/venv.sh .ci/venv.py $(STAMPS)/apt
@@ -49,6 +54,11 @@ demo: $(STAMPS)/venv-demo
 build: $(STAMPS)/venv-demo
 	$(call CONFIGURE,dev)
 	ninja -C $(BUILD) -j $(JOBS)
+
+# dist/orlop-*.whl for machines that have nothing installed, with code for every GPU that is supported.
+wheel: $(STAMPS)/venv-wheel
+	$(if $(LAUNCHER),CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache) \
+	  .ci/wheel.sh dist '-Ccmake.define.CMAKE_CUDA_ARCHITECTURES=$(RELEASE_ARCHITECTURES)'
 
 test: $(STAMPS)/venv-test
 	JOBS=$(JOBS) LAUNCHER="$(LAUNCHER)" .ci/test.sh all

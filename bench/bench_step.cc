@@ -101,9 +101,9 @@ void print_ceilings(const std::vector<MatmulCeiling>& alone, const std::vector<d
 }
 
 // The update at the rate of host memory alone: what no engine that keeps the states there can beat.
-void print_memory_bound(const EngineConfig& config, int64_t numel, const ComputeTimes& compute,
-                        double step_seconds) {
-  const double rate = measure_memory_bytes_per_s(default_threads());
+// `rate`: bytes per second.
+void print_memory_bound(const EngineConfig& config, int64_t numel, double rate,
+                        const ComputeTimes& compute, double step_seconds) {
   const double per_element = update_bytes(config) + gradient_bytes(config);
   const double update = static_cast<double>(numel) * per_element / rate;
   const double backward = compute.step.median - compute.forward.median;
@@ -126,7 +126,9 @@ void run(const Options& options) {
       static_cast<double>(config.batch.accumulation_steps * config.batch.micro_batch_size *
                           config.batch.sequence_length);
   ComputeTimes compute;
+  double memory_rate = 0;
   if (only != "step") {
+    memory_rate = measure_memory_bytes_per_s(default_threads());
     const int64_t micro_batches = config.batch.accumulation_steps;
     compute = measure_compute(model_dir, config, steps, {&micro_batches, 1}).front();
     print_row("forward + backward, weights resident", compute.step, tokens, compute.flops);
@@ -178,7 +180,7 @@ void run(const Options& options) {
   const double bound = backward + std::max(compute.forward.median, update);
   fmt::print("bound backward + max(forward, host update) {:.4f} s: step / bound {:.3f}\n", bound,
              step.median / bound);
-  print_memory_bound(config, engine->plan().parameters, compute, step.median);
+  print_memory_bound(config, engine->plan().parameters, memory_rate, compute, step.median);
   fmt::print("compute-only / step {:.3f}\n", compute.step.median / step.median);
 }
 

@@ -1,7 +1,25 @@
+#include <string>
+#include <string_view>
+
 #include "bindings/bind.h"
 #include "orlop/engine.h"
+#include "orlop/version.h"
+
+namespace {
+
+// A part of another installation may lie in the package, or where LD_LIBRARY_PATH looks before it.
+void require_own_library() {
+  if (std::string_view(orlop::version()) == ORLOP_VERSION) return;
+  throw pybind11::import_error(
+      std::string("this Python package is of Orlop ") + ORLOP_VERSION +
+      ", the liborlop.so that the loader found of Orlop " + orlop::version() +
+      "; install Orlop again, and take the folder of another one out of LD_LIBRARY_PATH");
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_orlop, module) {
+  require_own_library();
   module.doc() = "The public API of liborlop.";
   module.attr("__version__") = ORLOP_VERSION;
   module.attr("IGNORED_LABEL") = orlop::kIgnoredLabel;

@@ -34,6 +34,12 @@ Topology load_topology(const std::string& synthetic) {
     check(hwloc_topology_set_synthetic(raw, synthetic.c_str()) == 0, ErrorCode::kUsage,
           "hwloc does not understand the topology \"{}\"", synthetic);
   }
+  // What finds devices are plugins of the machine's hwloc, which may be of another version than the
+  // one that a wheel carries. Those that are not there cannot be forbidden, which does not matter.
+  for (const char* finder : {"pci", "opencl", "cuda", "nvml", "rsmi", "levelzero", "gl"}) {
+    static_cast<void>(
+        hwloc_topology_set_components(raw, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST, finder));
+  }
   check(hwloc_topology_load(raw) == 0, ErrorCode::kInternal, "hwloc: {}", errno_text(errno));
   return topology;
 }

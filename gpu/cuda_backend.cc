@@ -9,8 +9,10 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "gpu/cuda_check.h"
+#include "gpu/cuda_devices.h"
 #include "gpu/device_scope.h"
 #include "gpu/kernels/kernels.h"
+#include "gpu/typical_rates.h"
 
 namespace orlop {
 namespace {
@@ -31,38 +33,6 @@ size_t lasting_overhead(int device, size_t measured) {
   return bytes;
 }
 
-std::string visible_devices() {
-  const char* value = std::getenv("CUDA_VISIBLE_DEVICES");
-  return value == nullptr ? std::string() : fmt::format(" (CUDA_VISIBLE_DEVICES is '{}')", value);
-}
-
-std::string cuda_version_text(int version) {
-  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
-}
-
-// The index as the runtime takes it, after everything that can be wrong without a context was
-// looked at.
-int checked_device(int32_t index) {
-  int driver = 0;
-  static_cast<void>(cudaDriverGetVersion(&driver));
-  check(driver != 0, ErrorCode::kDevice,
-        "no NVIDIA driver on this machine; use --device host, or install a driver for CUDA {}",
-        cuda_version_text(CUDART_VERSION));
-  int count = 0;
-  const cudaError_t result = cudaGetDeviceCount(&count);
-  static_cast<void>(cudaGetLastError());
-  check(result != cudaErrorInsufficientDriver, ErrorCode::kDevice,
-        "the NVIDIA driver supports CUDA {}, this build needs {}: install a newer driver",
-        cuda_version_text(driver), cuda_version_text(CUDART_VERSION));
-  check(result != cudaErrorNoDevice && !(result == cudaSuccess && count == 0), ErrorCode::kDevice,
-        "no NVIDIA GPU is visible{}; use --device host", visible_devices());
-  cuda_check(result, "cudaGetDeviceCount", __FILE__, __LINE__);
-  check(index >= 0 && index < count, ErrorCode::kUsage,
-        "device index {}: this process sees {} GPU{}, indices 0 to {}{}", index, count,
-        count == 1 ? "" : "s", count - 1, visible_devices());
-  return index;
-}
-
 const char* queue_name(QueueKind kind) {
   switch (kind) {
     case QueueKind::kCompute:
@@ -81,19 +51,13 @@ const char* queue_name(QueueKind kind) {
 
 }  // namespace
 
-int cuda_device_count() noexcept {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  static_cast<void>(cudaGetLastError());
-  return 0;
-}
-
 CudaBackend::CudaBackend(const CudaBackendOptions& options)
-    : device_(checked_device(options.device_index)) {
+    : device_(check_cuda_device(options.device_index)) {
   cudaDeviceProp properties{};
   ORLOP_CUDA(cudaGetDeviceProperties(&properties, device_));
   info_.name = properties.name;
   info_.total_bytes = properties.totalGlobalMem;
+  info_.typical = typical_rates(chip_traits(device_));
   meter_ = std::make_unique<DeviceMemoryMeter>(device_);
   // Before the context is made; without NVML all memory counts as free, and what others hold then
   // counts as this backend's overhead, on the safe side.

@@ -17,9 +17,6 @@
 
 namespace orlop {
 
-// Devices that the process sees; 0 without a GPU or a usable driver.
-int cuda_device_count() noexcept;
-
 // One NVIDIA GPU. info() counts in this way: free_bytes is what the backend may use in all (the
 // budget, or what was free before its context was made), overhead_bytes the context and the
 // libraries, workspace_bytes what the backend allocates for matmuls and reductions; an arena of

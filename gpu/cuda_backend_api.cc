@@ -1,6 +1,7 @@
 #include "gpu/cuda_backend_api.h"
 
 #include "gpu/cuda_backend.h"
+#include "gpu/cuda_devices.h"
 #include "orlop/export.h"
 
 extern "C" {

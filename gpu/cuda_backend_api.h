@@ -5,8 +5,9 @@
 
 #include "orlop/device_optimizer.h"
 
-// What liborlop_cuda.so exports. It is loaded on demand (dlopen) by a program of the same build, so
-// that nothing else links CUDA; find the functions by the names below.
+// What liborlop_cuda.so and liborlop_cuda_optimizer.so export. They are loaded on demand (dlopen)
+// by a program of the same build, so that nothing else links CUDA; find the functions by the names
+// below.
 namespace orlop {
 
 class Backend;
@@ -55,7 +56,13 @@ using OrlopCudaDeviceCount = int32_t (*)();
 orlop::Communicator* orlop_make_nccl_communicator(const orlop::NcclOptions* options);
 using OrlopMakeNcclCommunicator = orlop::Communicator* (*)(const orlop::NcclOptions*);
 
-// The functions of orlop/device_optimizer.h.
+// The version of Orlop that a library is of; both have it.
+const char* orlop_cuda_version();
+
+// The functions of orlop/device_optimizer.h: liborlop_cuda_optimizer.so.
+void orlop_cuda_check_device(int32_t device);
+using OrlopCudaCheckDevice = void (*)(int32_t);
+
 size_t orlop_cuda_adam_scratch_bytes();
 using OrlopCudaAdamScratchBytes = size_t (*)();
 
@@ -63,6 +70,9 @@ void orlop_cuda_adam_step(const orlop::AdamShard* shard, const orlop::AdamHyper*
                           float grad_scale, void* scratch, const orlop::DeviceStream* stream);
 using OrlopCudaAdamStep = void (*)(const orlop::AdamShard*, const orlop::AdamHyper*, float, void*,
                                    const orlop::DeviceStream*);
+
+void orlop_cuda_load(int device);
+using OrlopCudaLoad = void (*)(int);
 
 size_t orlop_cuda_square_sums_scratch_bytes(const orlop::DeviceGradient* gradients, size_t count);
 using OrlopCudaSquareSumsScratchBytes = size_t (*)(const orlop::DeviceGradient*, size_t);

@@ -1,17 +1,10 @@
 #include "gpu/cuda_check.h"
 
-#include <string_view>
-
 #include "base/check.h"
 #include "base/log.h"
 
 namespace orlop {
 namespace {
-
-std::string_view base_name(std::string_view path) {
-  const size_t slash = path.rfind('/');
-  return slash == std::string_view::npos ? path : path.substr(slash + 1);
-}
 
 // After these the context is unusable and every later call reports them again.
 bool is_sticky(cudaError_t result) {
@@ -34,6 +27,11 @@ bool is_sticky(cudaError_t result) {
 
 }  // namespace
 
+std::string_view base_name(std::string_view path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string_view::npos ? path : path.substr(slash + 1);
+}
+
 void throw_cuda_error(cudaError_t result, const char* call, const char* file, int line) {
   static_cast<void>(cudaGetLastError());
   const ErrorCode code =
@@ -41,12 +39,6 @@ void throw_cuda_error(cudaError_t result, const char* call, const char* file, in
   fail(code, "{} ({}:{}): {}: {}{}", call, base_name(file), line, cudaGetErrorName(result),
        cudaGetErrorString(result),
        is_sticky(result) ? "; the device context is lost, start the process again" : "");
-}
-
-void throw_cublas_error(cublasStatus_t result, const char* call, const char* file, int line) {
-  static_cast<void>(cudaGetLastError());
-  fail(ErrorCode::kDevice, "{} ({}:{}): {}: {}", call, base_name(file), line,
-       cublasLtGetStatusName(result), cublasLtGetStatusString(result));
 }
 
 void log_cuda_error(cudaError_t result, const char* call) noexcept {

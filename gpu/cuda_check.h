@@ -1,7 +1,8 @@
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
+
+#include <string_view>
 
 namespace orlop {
 
@@ -10,8 +11,8 @@ namespace orlop {
 // the next call does not report it again.
 [[noreturn]] void throw_cuda_error(cudaError_t result, const char* call, const char* file,
                                    int line);
-[[noreturn]] void throw_cublas_error(cublasStatus_t result, const char* call, const char* file,
-                                     int line);
+// "matmul.cc" of a path.
+std::string_view base_name(std::string_view path);
 // For destructors: one warning instead of an exception.
 void log_cuda_error(cudaError_t result, const char* call) noexcept;
 
@@ -21,16 +22,9 @@ inline void cuda_check(cudaError_t result, const char* call, const char* file, i
   }
 }
 
-inline void cublas_check(cublasStatus_t result, const char* call, const char* file, int line) {
-  if (result != CUBLAS_STATUS_SUCCESS) [[unlikely]] {
-    throw_cublas_error(result, call, file, line);
-  }
-}
-
 }  // namespace orlop
 
 #define ORLOP_CUDA(call) ::orlop::cuda_check((call), #call, __FILE__, __LINE__)
-#define ORLOP_CUBLAS(call) ::orlop::cublas_check((call), #call, __FILE__, __LINE__)
 // After a kernel launch: reports a refused launch under the kernel's name.
 #define ORLOP_CUDA_LAUNCHED(kernel) \
   ::orlop::cuda_check(cudaGetLastError(), "launch of " kernel, __FILE__, __LINE__)

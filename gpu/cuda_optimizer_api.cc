@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "cpu_adam/adam.h"
 #include "gpu/cuda_backend_api.h"
+#include "gpu/cuda_devices.h"
 #include "gpu/cuda_event.h"
 #include "gpu/device_scope.h"
 #include "gpu/driver_api.h"
@@ -60,6 +61,10 @@ void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
 
 extern "C" {
 
+ORLOP_EXPORT void orlop_cuda_check_device(int32_t device) {
+  static_cast<void>(check_cuda_device(device));
+}
+
 ORLOP_EXPORT size_t orlop_cuda_adam_scratch_bytes() {
   return align_up(sizeof(StepScalars), kDeviceAlignment);
 }
@@ -80,6 +85,12 @@ ORLOP_EXPORT void orlop_cuda_adam_step(const AdamShard* shard, const AdamHyper* 
   ORLOP_CUDA(cudaMemcpyAsync(scratch, &scalars, sizeof(scalars), cudaMemcpyHostToDevice, issued));
   kernels::device_adam({*shard, *hyper, static_cast<const StepScalars*>(scratch)}, constants,
                        issued);
+}
+
+ORLOP_EXPORT void orlop_cuda_load(int device) {
+  const DeviceScope scope(device);
+  kernels::load_square_sums();
+  kernels::load_copy_small();
 }
 
 ORLOP_EXPORT size_t orlop_cuda_square_sums_scratch_bytes(const DeviceGradient* gradients,

@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "base/check.h"
 #include "base/log.h"
+#include "gpu/cublas_check.h"
 #include "gpu/cuda_check.h"
 #include "gpu/kernels/kernels.h"
 

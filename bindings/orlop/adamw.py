@@ -17,6 +17,7 @@ from .adam_update import UpdateSide  # isort: skip
 from .drive_options import state_drives  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
 from .gradient_batch import Collector, Unit  # isort: skip
+from .older_torch import names_beside  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .placement import Placement, states_limit  # isort: skip
 
@@ -167,7 +168,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     # --- parameters -----------------------------------------------------------------------------
 
     def add_param_group(self, param_group):
-        super().add_param_group(param_group)
+        super().add_param_group(names_beside(param_group))
         if self._ready:
             try:
                 self._check_groups(self.param_groups)

@@ -177,6 +177,7 @@ class DeviceLink:
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
         left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
+        self.states.flush()
         self._bound_leaving(0)
         for _, _, grads in self._leaving:
             for grad in grads:

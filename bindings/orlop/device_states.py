@@ -8,35 +8,38 @@ import logging
 import torch
 
 from . import _orlop
-from .torch_support import DTYPES
+from .square_sums import SquareSums
 
 _log = logging.getLogger("orlop")
-_ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
 
 
 @functools.cache
 def has_cuda_part() -> bool:
-    """Whether this build has what works on device memory itself; without it torch copies gradients."""
+    """Whether this build has what works on device memory itself, and the driver is new enough for it; without it torch
+    copies gradients."""
     try:
-        _orlop.device_adam_scratch_bytes()
+        _orlop.check_device(torch.cuda.current_device())
     except RuntimeError as error:
-        _log.warning("optimizer states stay in host memory: %s", error)
+        _log.warning(
+            "optimizer states stay in host memory: %s (PyTorch %s is built for CUDA %s)",
+            error,
+            torch.__version__,
+            torch.version.cuda,
+        )
         return False
     return True
 
 
-class DeviceStates:
+class DeviceStates(SquareSums):
     """Updates run on a stream of their own, behind what torch's current stream was given when they are issued, so
     that they hide under the next forward; norms run on torch's current stream."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        super().__init__(device)
         self.stream = torch.cuda.Stream(device)
+        if has_cuda_part():
+            _orlop.device_load(device.index)
         self._scratch: torch.Tensor | None = None  # of updates, which are in order
-        self.unmeasured: dict = {}  # homes with gradients whose squares nobody has summed, in order
-        self._rows = 0
-        self._sums: torch.Tensor | None = None  # (rows, 16) bytes
-        self._read: list[tuple[float, int]] | None = None  # what the host has of it
         self._issued = 0  # batches of updates
         self._awaited: dict[int, int] = {}  # by torch's stream: the last batch that it waits for
 
@@ -50,37 +53,6 @@ class DeviceStates:
         and goes, not in between."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
-
-    # --- norms ----------------------------------------------------------------------------------
-
-    def take_row(self) -> int:
-        """A place for the sum of one parameter."""
-        self._rows += 1
-        return self._rows - 1
-
-    def square_sums(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
-        """Issues the sums of squares of dense gradients, in the order that the host has."""
-        if self._sums is None or self._sums.shape[0] < self._rows:
-            sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
-            if self._sums is not None:
-                sums[: self._sums.shape[0]] = self._sums
-            self._sums = sums
-        squares = _orlop.DeviceSquareSums(
-            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients],
-            rows,
-            self._sums.data_ptr(),
-        )
-        scratch = torch.empty(squares.scratch_bytes, dtype=torch.uint8, device=self.device)
-        squares.issue(scratch.data_ptr(), self.device.index, self.current_stream())
-        self._read = None
-
-    def read_sums(self) -> list[tuple[float, int]]:
-        """By row: the sum of squares, and the index of the first NaN or Inf or -1. Waits for them."""
-        if self._read is None:
-            sums = self._sums.cpu()
-            totals = sums.view(torch.float64)[:, 0].tolist()
-            self._read = list(zip(totals, sums.view(torch.int64)[:, 1].tolist(), strict=True))
-        return self._read
 
     # --- updates --------------------------------------------------------------------------------
 
@@ -114,10 +86,6 @@ class DeviceStates:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._awaited[self.current_stream()] = self._issued
 
-    def current_stream(self) -> int:
-        """Torch's, as the driver names it."""
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
-
     def let_go(self, gradient: torch.Tensor, stream: int, updated: torch.cuda.Event | None) -> None:
         """The memory of a gradient that was written on torch's stream `stream` is about to be given up, with `updated`
         behind the last update that may read it. Where that stream waits for the update already, so does whoever gets
@@ -131,5 +99,4 @@ class DeviceStates:
     def clear(self) -> None:
         """Waits for the updates; all rows are free again."""
         self.synchronize()
-        self.unmeasured.clear()
-        self._rows, self._sums, self._read = 0, None, None
+        self.forget_sums()

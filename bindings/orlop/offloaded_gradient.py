@@ -111,7 +111,7 @@ class OffloadedGradient(torch.Tensor):
             return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
 
 
-_use_count = getattr(torch._C.TensorBase, "_use_count", None)  # an older torch does not tell
+_use_count = getattr(torch.Tensor, "_use_count", None)  # an older torch does not tell
 
 
 def _is_free(slot) -> bool:
@@ -208,11 +208,18 @@ _NATIVE = {
     torch.Tensor.__imul__: _scale,
     torch.Tensor.div_: _divide,
     torch.Tensor.__itruediv__: _divide,
-    torch._foreach_mul_: _scale_all,
     torch.Tensor.norm: lambda gradient, p="fro", *rest, **kwargs: (
         NotImplemented if rest else _norm(gradient, p, **kwargs)
     ),
     torch.linalg.vector_norm: _norm,
-    torch._foreach_norm: _norm_all,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+}
+# What clipping and the scaler of torch call; another torch may name them otherwise.
+_NATIVE |= {
+    getattr(torch, name): native
+    for name, native in {
+        "_foreach_mul_": _scale_all,
+        "_foreach_norm": _norm_all,
+        "_amp_foreach_non_finite_check_and_unscale_": _unscale_all,
+    }.items()
+    if hasattr(torch, name)
 }

@@ -137,7 +137,8 @@ class HostHome:
             return
         sums = link.states if measures and link.states is not None and link.states.is_available else None
         if sums is not None:
-            sums.square_sums(grads, [home.row_of(sums) for home in homes])
+            rows = [home.row_of(sums) for home in homes]
+            sums.square_sums_later(grads, rows, sum([home.gradient_bytes for home in homes]))
         arrival = link.offload(grads, homes)
         if measures and sums is None:
             job = native.measure([home.index for home in homes], *link.fence(arrival), arrival)

@@ -15,6 +15,10 @@ class TorchError(errors.UsageError, ImportError):
     """PyTorch is missing or too old for the door that was asked for."""
 
 
+def _version_of(torch) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+
+
 def require_torch(door: str):
     """The torch module; raises TorchError with what to install."""
     wanted = ".".join(map(str, OLDEST_TORCH))
@@ -24,8 +28,7 @@ def require_torch(door: str):
         raise TorchError(
             f"{door} needs PyTorch {wanted} or newer, which is not installed ({error}): pip install torch"
         ) from None
-    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if numbers < OLDEST_TORCH:
+    if _version_of(torch) < OLDEST_TORCH:
         raise TorchError(
             f"{door} needs PyTorch {wanted} or newer, {torch.__version__} is installed: "
             "pip install --upgrade torch"
@@ -34,6 +37,7 @@ def require_torch(door: str):
 
 
 torch = require_torch("this part of Orlop")
+TORCH_VERSION = _version_of(torch)
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 

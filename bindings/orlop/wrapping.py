@@ -19,6 +19,7 @@ from .drive_options import param_share, split_config, state_drives  # noqa: E402
 from .drive_weights import DriveWeights, spread  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
+from .older_torch import compile_through_modules  # noqa: E402
 from .streamed_block import Block, Entry  # noqa: E402
 from .streamed_weights import StreamedWeights  # noqa: E402
 
@@ -65,6 +66,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     device = first if device is None else torch.empty(0, device=device).device
     modules = find_blocks(model) if blocks is None else list(blocks)
     _check_not_compiled(model, set(modules))
+    compile_through_modules()
     made: list[Block] = []
     manager = drives = None
     try:

@@ -4,6 +4,7 @@
 #include "base/bytes.h"
 #include "gpu/cuda_check.h"
 #include "gpu/kernels/kernels.h"
+#include "gpu/kernels/load_kernel.h"
 
 // Small copies between device memory and pinned host memory, many in one launch: a copy engine
 // takes each by itself, and so does the thread that issues it.
@@ -42,6 +43,8 @@ __global__ void __launch_bounds__(kBlock) copy_small_kernel(const __grid_constan
 }
 
 }  // namespace
+
+void load_copy_small() { load_kernel(copy_small_kernel); }
 
 void copy_small(std::span<const SmallCopy> copies, cudaStream_t stream) {
   while (!copies.empty()) {

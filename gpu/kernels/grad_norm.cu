@@ -7,6 +7,7 @@
 #include "base/bytes.h"
 #include "gpu/kernels/device_math.cuh"
 #include "gpu/kernels/kernels.h"
+#include "gpu/kernels/load_kernel.h"
 
 // The square sums of cpu_adam/grad_norm.h in the same order: half a warp sums one chunk, one lane
 // each; a block folds its 16 chunks; one block folds what the blocks left. Block k starts at a
@@ -257,6 +258,13 @@ void launch(const SquareSumTable& table, DType dtype, void* scratch, cudaStream_
 }
 
 }  // namespace
+
+void load_square_sums() {
+  load_kernel(square_sums_kernel<float>);
+  load_kernel(square_sums_kernel<bf16>);
+  load_kernel(square_sums_kernel<fp16>);
+  load_kernel(fold_tensors_kernel);
+}
 
 void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {

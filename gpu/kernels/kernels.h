@@ -50,6 +50,8 @@ struct SquareSumArgs {
 size_t square_sums_scratch_bytes(std::span<const SquareSumArgs> tensors);
 // Two launches for every 64 tensors of one dtype.
 void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream);
+// To the current device, which loads kernels when they are first asked for.
+void load_square_sums();
 void finish_norm(const FinishNormArgs& args, cudaStream_t stream);
 
 // `constants` are those of the step; its grad_scale is read from args.scalars instead.
@@ -93,6 +95,7 @@ struct SmallCopy {
 };
 // One launch for every 128.
 void copy_small(std::span<const SmallCopy> copies, cudaStream_t stream);
+void load_copy_small();
 
 // True when this build has code for the current device; `reason` then stays null.
 bool device_has_code(const char** reason);

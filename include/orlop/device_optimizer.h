@@ -48,6 +48,14 @@ struct DeviceGradient {
 // All calls throw Error(kDevice) without the CUDA part of Orlop. Their scratch is device memory,
 // aligned to 256 bytes, and in use until the work on the stream has run.
 
+// Brings the code of device_square_sums() and device_copies() to a device. Without it the first
+// call of each does, and may wait for all that the device was given before.
+ORLOP_EXPORT void device_load(int device);
+
+// Throws Error(kDevice) where the driver is missing or too old for this build, with the versions of
+// both, and Error(kUsage) for a device that is not there.
+ORLOP_EXPORT void check_device(int device);
+
 ORLOP_EXPORT size_t device_adam_scratch_bytes();
 
 // One Adam step over planes in device memory. The gradient has the compute dtype. Throws

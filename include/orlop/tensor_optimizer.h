@@ -188,7 +188,8 @@ class ORLOP_EXPORT TensorOptimizer {
   // one after the other, move it from its drive and back once.
   int64_t piece_numel(int64_t tensor, int64_t first) const;
 
-  // Every range of host memory that a device may want to pin: page-aligned address and bytes.
+  // Every range of host memory that a device may want to pin, since weights, gradients and versions
+  // are there, not masters and moments: page-aligned address and bytes.
   std::vector<std::span<std::byte>> ranges() const;
 
   // Bytes by purpose, over all tensors, and of the slots of the drives.

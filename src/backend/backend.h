@@ -78,6 +78,13 @@ class Queue {
 enum class QueueKind : uint8_t { kCompute, kUpload, kOffload, kComm, kSave };
 inline constexpr int kQueueKinds = 5;
 
+// What a kind of device reaches, from its data sheet; 0: not known.
+struct TypicalRates {
+  double matmul_flop_per_s = 0;   // large matmuls in 16 bits
+  double device_bytes_per_s = 0;  // its memory, read and written
+  double link_bytes_per_s = 0;    // from and to pinned memory, one way at a time
+};
+
 struct DeviceInfo {
   std::string name;            // "NVIDIA H100 80GB HBM3", "host"
   size_t total_bytes = 0;      // memory of the device
@@ -85,6 +92,7 @@ struct DeviceInfo {
   size_t overhead_bytes = 0;   // context and libraries, outside the arena, inside the budget
   size_t workspace_bytes = 0;  // matmul and attention workspace: the same in every plan
   bool is_host = false;
+  TypicalRates typical = {};
 };
 
 // Device memory, queues and operations of one device. All device memory is one arena that is taken

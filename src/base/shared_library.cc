@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <string_view>
+#include <system_error>
 
 namespace orlop {
 namespace {
@@ -18,9 +20,18 @@ std::filesystem::path own_folder() {
 }  // namespace
 
 SharedLibrary::SharedLibrary(const std::string& name) : name_(name) {
-  handle_ = dlopen((own_folder() / name).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle_ == nullptr) handle_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const std::filesystem::path beside = own_folder() / name;
+  std::error_code ignored;
+  const bool is_beside = std::filesystem::exists(beside, ignored);
+  handle_ = dlopen(is_beside ? beside.c_str() : name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle_ == nullptr) error_ = dlerror();  // NOLINT(concurrency-mt-unsafe): per thread in glibc
+}
+
+void SharedLibrary::require_version(const char* function, const char* own) {
+  const auto version = find<const char* (*)()>(function);
+  if (version == nullptr || std::string_view(version()) == own) return;
+  error_ = fmt::format("{} is of Orlop {}, what loads it of Orlop {}; install both from one build",
+                       name_, version(), own);
 }
 
 void* SharedLibrary::find_address(const char* function) {

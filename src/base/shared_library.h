@@ -13,6 +13,11 @@ class SharedLibrary {
 
   bool loaded() const { return error_.empty(); }
   const std::string& error() const { return error_; }
+  void explain(const std::string& more) { error_ += more; }
+
+  // Whether `function`, which says what version of Orlop the library is of, says `own`; else an
+  // error from then on.
+  void require_version(const char* function, const char* own);
 
   // Null, and an error from then on, when the library does not have it.
   template <typename Function>

@@ -1,14 +1,41 @@
 # Looks for everything outside the project. Nothing is downloaded.
 
+# What a build cannot do without: all that is missing is told at once, with Debian's packages.
+#   orlop_require(name debian-package condition)
+set(orlop_missing "")
+set(orlop_debian_packages "")
+macro(orlop_require name debian_package found)
+  if(NOT ${found})
+    list(APPEND orlop_missing ${name})
+    list(APPEND orlop_debian_packages ${debian_package})
+  endif()
+endmacro()
+
 find_package(Threads REQUIRED)
-find_package(fmt REQUIRED)
-find_package(spdlog REQUIRED)
-find_package(nlohmann_json REQUIRED)
-find_package(OpenMP REQUIRED COMPONENTS CXX)
-find_package(PkgConfig REQUIRED)
-pkg_check_modules(hwloc REQUIRED IMPORTED_TARGET hwloc)
+find_package(fmt QUIET)
+find_package(spdlog QUIET)
+find_package(nlohmann_json QUIET)
+find_package(OpenMP QUIET COMPONENTS CXX)
+find_package(PkgConfig QUIET)
+if(PkgConfig_FOUND)
+  pkg_check_modules(hwloc QUIET IMPORTED_TARGET hwloc)
+endif()
 # Debian ships these headers without a CMake package everywhere, so they are found by name.
-find_path(ORLOP_XXHASH_INCLUDE xxhash.h REQUIRED)
+find_path(ORLOP_XXHASH_INCLUDE xxhash.h)
+orlop_require(fmt libfmt-dev fmt_FOUND)
+orlop_require(spdlog libspdlog-dev spdlog_FOUND)
+orlop_require(nlohmann-json nlohmann-json3-dev nlohmann_json_FOUND)
+orlop_require(OpenMP libomp-dev OpenMP_CXX_FOUND)
+orlop_require(pkg-config pkg-config PkgConfig_FOUND)
+orlop_require(hwloc libhwloc-dev hwloc_FOUND)
+orlop_require(xxHash libxxhash-dev ORLOP_XXHASH_INCLUDE)
+if(orlop_missing)
+  list(JOIN orlop_missing ", " orlop_missing)
+  list(JOIN orlop_debian_packages " " orlop_debian_packages)
+  message(FATAL_ERROR "To build Orlop from source, this machine lacks ${orlop_missing}. On Debian and Ubuntu:\n"
+          "  apt-get install ${orlop_debian_packages}\n"
+          "A wheel (`make wheel` on a machine that has them) needs none of it.")
+endif()
 
 # orlop_find(PART condition): sets ORLOP_HAVE_PART and stops when ORLOP_PART=ON is not met.
 macro(orlop_conclude part found)

@@ -1,5 +1,5 @@
 # What `cmake --install` and a wheel get. Called when every target is defined:
-#   orlop_install(TARGET orlop MODULES orlop_cuda orlop_mpi)    modules that do not exist are left out
+#   orlop_install(TARGET orlop MODULES orlop_cuda orlop_cuda_optimizer orlop_mpi)    modules that do not exist are left out
 # A consumer writes find_package(orlop) and links orlop::orlop.
 
 include(GNUInstallDirs)
@@ -8,9 +8,18 @@ include(CMakePackageConfigHelpers)
 # The libraries beside each other: in lib/ of a prefix, and in the package folder of a wheel, where the
 # module and the libraries that are loaded at run time find them by $ORIGIN.
 function(orlop_install_library target)
-  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN")
+  set_property(TARGET ${target} APPEND PROPERTY INSTALL_RPATH "$ORIGIN")
   install(TARGETS ${target} LIBRARY DESTINATION orlop COMPONENT python NAMELINK_SKIP
           EXCLUDE_FROM_ALL)
+endfunction()
+
+# The runtime of OpenMP under the name that the libraries ask for, beside them: a process has one of that name.
+function(orlop_install_openmp)
+  if(NOT OpenMP_gomp_LIBRARY)
+    message(FATAL_ERROR "ORLOP_CARRY_OPENMP=ON, but ${CMAKE_CXX_COMPILER} does not use GCC's OpenMP; build with g++")
+  endif()
+  file(REAL_PATH ${OpenMP_gomp_LIBRARY} library)
+  install(FILES ${library} DESTINATION orlop COMPONENT python RENAME libgomp.so.1 EXCLUDE_FROM_ALL)
 endfunction()
 
 function(orlop_install)
@@ -36,6 +45,10 @@ function(orlop_install)
       install(TARGETS ${module} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
     endif()
   endforeach()
+
+  if(ORLOP_CARRY_OPENMP)
+    orlop_install_openmp()
+  endif()
 
   # Everything that a wheel holds.
   add_custom_target(orlop_wheel)

@@ -9,7 +9,7 @@
 
 #include "base/check.h"
 #include "base/log.h"
-#include "base/shared_library.h"
+#include "engine/cuda_library.h"
 #include "gpu/cuda_backend_api.h"
 #include "host/host_backend.h"
 #include "memory/available_memory.h"
@@ -23,7 +23,6 @@ constexpr double kHostDeviceShare = 0.4;
 constexpr size_t kDeviceReserveBytes = size_t{512} << 20;
 
 constexpr const char* kDriverFile = "/dev/nvidiactl";
-constexpr const char* kCudaLibrary = "liborlop_cuda.so";
 
 BackendChoice make_host(const EngineConfig& config, int local_ranks, int threads, Tracer* tracer) {
   const size_t budget = config.limits.device_bytes.value_or(static_cast<size_t>(
@@ -45,7 +44,7 @@ struct CudaLibrary {
 };
 
 CudaLibrary load_cuda() {
-  SharedLibrary library(kCudaLibrary);
+  SharedLibrary library = load_cuda_library("liborlop_cuda.so");
   CudaLibrary cuda;
   cuda.make = library.find<OrlopMakeCudaBackend>("orlop_make_cuda_backend");
   cuda.device_count = library.find<OrlopCudaDeviceCount>("orlop_cuda_device_count");

@@ -90,7 +90,7 @@ fs::path save_training(const CheckpointPlace& place, const ModelLayout& layout, 
 }
 
 TrainingState load_training(const fs::path& folder, const ModelLayout& layout, StateStore& states,
-                            Communicator& ranks, bool decoupled) {
+                            Communicator& ranks, std::optional<bool> decoupled) {
   TrainingState training;
   std::optional<StateFiles> files;
   on_all_ranks(ranks, "checkpoint, check", [&] {
@@ -101,11 +101,11 @@ TrainingState load_training(const fs::path& folder, const ModelLayout& layout, S
       verify_hash(folder, manifest.files[i]);
     }
     training = from_json(manifest.state, folder);
-    check(training.decoupled.value_or(decoupled) == decoupled, ErrorCode::kUsage,
+    check(!decoupled || training.decoupled.value_or(*decoupled) == *decoupled, ErrorCode::kUsage,
           "'{}' was written by {}, this run uses {}: their moments are not the same; set "
           "optimizer.decoupled (--optim) to the one that wrote it",
-          folder.string(), decoupled ? "Adam with L2" : "AdamW",
-          decoupled ? "AdamW" : "Adam with L2");
+          folder.string(), decoupled == true ? "Adam with L2" : "AdamW",
+          decoupled == true ? "AdamW" : "Adam with L2");
     files.emplace(folder, manifest, layout);
   });
   files->read(layout, states);

@@ -34,8 +34,9 @@ std::filesystem::path save_training(const CheckpointPlace& place, const ModelLay
 
 // Reads this rank's part of such a folder, however many ranks have written it. Sizes, hashes, names
 // and shapes are checked before the first state changes; a missing and an unknown tensor are
-// errors, and so is a checkpoint of the other flavour of Adam than `decoupled` names.
+// errors, and so is a checkpoint of the other flavour of Adam than `decoupled` names, if it names
+// one: weights alone are the same for both.
 TrainingState load_training(const std::filesystem::path& folder, const ModelLayout& layout,
-                            StateStore& states, Communicator& ranks, bool decoupled);
+                            StateStore& states, Communicator& ranks, std::optional<bool> decoupled);
 
 }  // namespace orlop

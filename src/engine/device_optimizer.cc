@@ -1,7 +1,7 @@
 #include "orlop/device_optimizer.h"
 
 #include "base/check.h"
-#include "base/shared_library.h"
+#include "engine/cuda_library.h"
 #include "gpu/cuda_backend_api.h"
 
 namespace orlop {
@@ -14,11 +14,13 @@ struct CudaOptimizer {
   OrlopCudaSquareSumsScratchBytes square_sums_scratch_bytes = nullptr;
   OrlopCudaSquareSums square_sums = nullptr;
   OrlopCudaCopies copies = nullptr;
+  OrlopCudaLoad load = nullptr;
+  OrlopCudaCheckDevice check_device = nullptr;
   std::string error;
 };
 
 CudaOptimizer load() {
-  SharedLibrary library("liborlop_cuda.so");
+  SharedLibrary library = load_cuda_library("liborlop_cuda_optimizer.so");
   CudaOptimizer cuda;
   cuda.adam_scratch_bytes =
       library.find<OrlopCudaAdamScratchBytes>("orlop_cuda_adam_scratch_bytes");
@@ -27,6 +29,8 @@ CudaOptimizer load() {
       library.find<OrlopCudaSquareSumsScratchBytes>("orlop_cuda_square_sums_scratch_bytes");
   cuda.square_sums = library.find<OrlopCudaSquareSums>("orlop_cuda_square_sums");
   cuda.copies = library.find<OrlopCudaCopies>("orlop_cuda_copies");
+  cuda.load = library.find<OrlopCudaLoad>("orlop_cuda_load");
+  cuda.check_device = library.find<OrlopCudaCheckDevice>("orlop_cuda_check_device");
   cuda.error = library.error();
   return cuda;
 }
@@ -41,6 +45,9 @@ const CudaOptimizer& cuda() {
 }
 
 }  // namespace
+
+void device_load(int device) { cuda().load(device); }
+void check_device(int device) { cuda().check_device(device); }
 
 size_t device_adam_scratch_bytes() { return cuda().adam_scratch_bytes(); }
 

@@ -16,6 +16,7 @@
 #include "engine/open_engine.h"
 #include "engine/ranks.h"
 #include "engine/session.h"
+#include "engine/update_settings.h"
 #include "formats/manifest.h"
 #include "nvme/drive_report.h"
 #include "optim/grad_scaler.h"
@@ -27,41 +28,6 @@ namespace {
 
 // On a host this small, an update beside the next forward takes the cores that compute needs.
 constexpr int kFewCores = 4;
-
-LrScheduleConfig schedule_config(const EngineConfig& config) {
-  LrScheduleConfig schedule;
-  switch (config.schedule.kind) {
-    case ScheduleKind::kConstant:
-      schedule.kind = LrScheduleKind::kConstant;
-      break;
-    case ScheduleKind::kLinear:
-      schedule.kind = LrScheduleKind::kLinear;
-      break;
-    case ScheduleKind::kCosine:
-      schedule.kind = LrScheduleKind::kCosine;
-      break;
-    case ScheduleKind::kWsd:
-      schedule.kind = LrScheduleKind::kWsd;
-      break;
-  }
-  schedule.peak_lr = config.optimizer.learning_rate;
-  schedule.total_steps = config.schedule.total_steps;
-  schedule.warmup_steps = config.schedule.warmup_steps;
-  schedule.decay_steps = static_cast<int64_t>(config.schedule.decay_ratio *
-                                              static_cast<double>(config.schedule.total_steps));
-  schedule.min_ratio = config.schedule.min_lr_ratio;
-  return schedule;
-}
-
-GradScalerConfig scaler_config(const EngineConfig& config) {
-  GradScalerConfig scaler;
-  scaler.max_failures = config.max_skipped_steps;
-  if (config.precision != Precision::kF16) {
-    scaler.dynamic = false;
-    scaler.initial_scale = 1;
-  }
-  return scaler;
-}
 
 }  // namespace
 
@@ -196,8 +162,10 @@ class Engine::Impl {
     session_.save().wait();
     optimizer_.wait_idle();
     return changing([&] {
-      const TrainingState training = load_training(step_dir, layout(), session_.states(), *ranks_,
-                                                   config_.optimizer.decoupled);
+      const auto flavour =
+          config_.evaluate_only ? std::nullopt : std::optional(config_.optimizer.decoupled);
+      const TrainingState training =
+          load_training(step_dir, layout(), session_.states(), *ranks_, flavour);
       scaler_.restore(training.scaler);
       applied_steps_ = training.steps;
       return training.user_state;

@@ -282,7 +282,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       break;
     case OpKind::kForward:
     case OpKind::kBackward:
-      issue_block(walk, op, queue);
+      issue_block(walk.plan, op, walk.state.batches[static_cast<size_t>(op.micro_batch)], queue);
       break;
     case OpKind::kZeroGrad: {
       const PlanBuffer& grad = walk.plan.buffer(op.uses.front());
@@ -290,7 +290,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       break;
     }
     case OpKind::kRoundGrad:
-      issue_round_grad(walk, op, queue);
+      issue_round_grad(walk.plan, op, queue);
       break;
     case OpKind::kAllGather:
     case OpKind::kReduceScatter:
@@ -301,7 +301,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       issue_between_ranks(walk.plan, op, queue);
       break;
     case OpKind::kFinishNorm:
-      issue_finish_norm(walk, op, queue);
+      issue_finish_norm(walk.plan, op, walk.input, queue);
       break;
     case OpKind::kOffloadScalars:
       queue.offload(memory_.scalars, device_scalars(walk.plan), sizeof(StepScalars));
@@ -310,7 +310,7 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
       if (walk.input.save > 0) {
         queue.wait_gate(memory_.saved[static_cast<size_t>(op.param)], walk.input.save);
       }
-      issue_device_adam(walk, op, queue);
+      issue_device_adam(walk.plan, op, walk.input.hyper, queue);
       break;
     case OpKind::kHostAdam:
     case OpKind::kSwapInParam:
@@ -319,151 +319,6 @@ void Executor::issue_work(Walk& walk, const PlanOp& op, Queue& queue) {
     case OpKind::kSwapInStates:
     case OpKind::kSwapOutStates:
       break;
-  }
-}
-
-// A copy between the tiers: the operation's one host buffer and its one device buffer, and the
-// StepScalars of an offloaded gradient.
-void Executor::copy(const StepPlan& plan, const PlanOp& op, Queue& queue) {
-  const PlanBuffer* host = nullptr;
-  const PlanBuffer* device = nullptr;
-  for (const BufferUse& use : op.uses) {
-    const PlanBuffer& buffer = plan.buffer(use);
-    if (buffer.kind == BufferKind::kScalars) continue;
-    (buffer.tier == Tier::kHost ? host : device) = &buffer;
-  }
-  std::byte* on_device = op.kind == OpKind::kOffloadGrad ? own_row(*device) : address(*device);
-  const size_t bytes =
-      op.kind == OpKind::kUploadBatch ? input_.batch_bytes() : std::min(host->bytes, device->bytes);
-  if (op.lane == PlanLaneKind::kUpload) {
-    queue.upload(on_device, address(*host), bytes);
-    uploaded_bytes_ += bytes;
-  } else {
-    queue.offload(address(*host), on_device, bytes);
-    offloaded_bytes_ += bytes;
-  }
-  if (op.kind != OpKind::kOffloadGrad) return;
-  if (const BufferUse* scalars = find_use(plan, op, BufferKind::kScalars, Tier::kDevice)) {
-    const BufferUse* to = find_use(plan, op, BufferKind::kScalars, Tier::kHost);
-    queue.offload(address(plan.buffer(*to)), address(plan.buffer(*scalars)), sizeof(StepScalars));
-  }
-}
-
-// This rank's part of a compute copy, from one or two host buffers in the order of its elements. A
-// state buffer, where the copy comes first, is read as far as that goes.
-void Executor::upload_param(const StepPlan& plan, const PlanOp& op, Queue& queue) {
-  std::byte* to = own_row(plan.buffer(op.uses.back()));
-  size_t left = input_.shard_param_bytes(op.param);
-  for (size_t part = 0; part + 1 < op.uses.size(); ++part) {
-    const PlanBuffer& from = plan.buffer(op.uses[part]);
-    const size_t bytes = std::min(left, from.bytes);
-    queue.upload(to, address(from), bytes);
-    uploaded_bytes_ += bytes;
-    to += bytes;
-    left -= bytes;
-  }
-}
-
-void Executor::issue_block(Walk& walk, const PlanOp& op, Queue& queue) {
-  const StepPlan& plan = walk.plan;
-  const BlockLayout& layout = input_.layout.blocks[static_cast<size_t>(op.block)];
-  std::array<const void*, 2> params{};
-  std::array<float*, 2> grads{};
-  const size_t count = layout.flat_params.size();
-  const auto device = [&](BufferKind kind, int param = -1) -> std::byte* {
-    const BufferUse* use = find_use(plan, op, kind, Tier::kDevice, param);
-    return use == nullptr ? nullptr : address(plan.buffer(*use));
-  };
-  for (size_t i = 0; i < count; ++i) {
-    const int param = layout.flat_params[i];
-    params[i] = device(BufferKind::kParam, param);
-    if (params[i] == nullptr) params[i] = device(BufferKind::kState, param);
-    grads[i] = reinterpret_cast<float*>(device(BufferKind::kGrad, param));
-  }
-  BatchView batch = walk.state.batches[static_cast<size_t>(op.micro_batch)];
-  batch.loss = reinterpret_cast<float*>(device(BufferKind::kLoss));
-  const BlockCall call{.ops = backend_.ops(),
-                       .queue = queue,
-                       .batch = batch,
-                       .params = {params.data(), count},
-                       .grads = {grads.data(), op.kind == OpKind::kBackward ? count : 0},
-                       .workspace = device(BufferKind::kWorkspace),
-                       .rope = reinterpret_cast<const float*>(device(BufferKind::kRope))};
-  std::byte* input = nullptr;
-  std::byte* output = nullptr;
-  for (const BufferUse& use : op.uses) {
-    const PlanBuffer& buffer = plan.buffer(use);
-    if (buffer.kind != BufferKind::kInput) continue;
-    (buffer.block == op.block ? input : output) = address(buffer);
-  }
-  Block& block = *blocks_[static_cast<size_t>(op.block)];
-  if (op.kind == OpKind::kForward) {
-    block.forward(call, input, output);
-  } else {
-    block.backward(call, input, device(BufferKind::kActivationGrad));
-  }
-}
-
-void Executor::issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue) {
-  const StepPlan& plan = walk.plan;
-  const BufferUse* rounded = find_use(plan, op, BufferKind::kRoundedGrad, Tier::kDevice);
-  std::byte* sums = norm_row(plan);
-  RoundGradArgs args;
-  args.grad = reinterpret_cast<const float*>(own_row(plan.buffer(op.uses.front())));
-  args.rounded = rounded == nullptr ? nullptr : address(plan.buffer(*rounded));
-  args.square_sum = reinterpret_cast<double*>(sums) + op.param;
-  args.first_nonfinite =
-      reinterpret_cast<int64_t*>(sums + first_nonfinite_offset(input_.layout.flat_params.size())) +
-      op.param;
-  args.scratch = address(plan.buffer(*find_use(plan, op, BufferKind::kNormScratch, Tier::kDevice)));
-  args.numel = input_.shard_numel(op.param);
-  args.out_dtype = input_.compute_dtype;
-  backend_.ops().round_grad(queue, args);
-}
-
-// Of all FlatParams: the step's norm, and clipping. Of one alone: whether its update is applied.
-void Executor::issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue) {
-  const size_t params = input_.layout.flat_params.size();
-  const std::byte* sums = address(walk.plan.buffers[static_cast<size_t>(walk.plan.norm_sums)]);
-  FinishNormArgs args;
-  args.square_sums = reinterpret_cast<const double*>(sums);
-  args.first_nonfinite = reinterpret_cast<const int64_t*>(sums + first_nonfinite_offset(params));
-  args.params = static_cast<int64_t>(params);
-  args.ranks = input_.world_size;
-  args.rank_stride = static_cast<int64_t>(norm_row_bytes(params) / sizeof(double));
-  args.max_norm = walk.input.max_grad_norm;
-  if (op.param >= 0) {
-    args.square_sums += op.param;
-    args.first_nonfinite += op.param;
-    args.params = 1;
-    args.max_norm = 0;
-  }
-  args.loss_scale = walk.input.loss_scale;
-  args.out = reinterpret_cast<StepScalars*>(
-      address(walk.plan.buffer(*find_use(walk.plan, op, BufferKind::kScalars, Tier::kDevice))));
-  backend_.ops().finish_norm(queue, args);
-}
-
-void Executor::issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue) {
-  const StepPlan& plan = walk.plan;
-  std::byte* base = address(plan.buffer(*find_use(plan, op, BufferKind::kState, Tier::kDevice)));
-  const std::byte* grad = address(plan.buffer(op.uses.front()));  // the gradient comes first
-  const StatePlanes planes =
-      state_planes(input_.shard_numel(op.param), input_.compute_dtype, input_.moment_dtype);
-  const int64_t first = shard_range(input_.layout.flat_params[static_cast<size_t>(op.param)].numel,
-                                    ranks_.rank(), input_.world_size)
-                            .begin;
-  const auto* scalars = reinterpret_cast<const StepScalars*>(
-      address(plan.buffer(*find_use(plan, op, BufferKind::kScalars, Tier::kDevice))));
-  for (const DecayRun& run : decay_runs_[static_cast<size_t>(op.param)]) {
-    const int64_t begin = run.begin - first;
-    DeviceAdamArgs args{adam_shard(planes, state_address(planes, base), begin, run.numel),
-                        walk.input.hyper, scalars};
-    args.shard.grad = grad + static_cast<size_t>(begin) * dtype_bytes(input_.compute_dtype);
-    args.shard.rng_offset = run.begin;
-    if (!run.decay) args.hyper.weight_decay = 0;
-    args.hyper.seed = param_seed(args.hyper.seed, op.param);
-    backend_.ops().device_adam(queue, args);
   }
 }
 

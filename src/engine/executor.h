@@ -94,10 +94,12 @@ class Executor {
   void issue_swap(const StepPlan& plan, const PlanOp& op, const SwapLane::Swap& swap,
                   SwapLane::Turn turn, std::vector<uint32_t>& tickets);
   void submit_update(Walk& walk, size_t index);
-  void issue_block(Walk& walk, const PlanOp& op, Queue& queue);
-  void issue_round_grad(Walk& walk, const PlanOp& op, Queue& queue);
-  void issue_finish_norm(Walk& walk, const PlanOp& op, Queue& queue);
-  void issue_device_adam(Walk& walk, const PlanOp& op, Queue& queue);
+  void issue_block(const StepPlan& plan, const PlanOp& op, BatchView batch, Queue& queue);
+  void issue_round_grad(const StepPlan& plan, const PlanOp& op, Queue& queue);
+  void issue_finish_norm(const StepPlan& plan, const PlanOp& op, const WalkInput& input,
+                         Queue& queue);
+  void issue_device_adam(const StepPlan& plan, const PlanOp& op, const AdamHyper& hyper,
+                         Queue& queue);
   void issue_between_ranks(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_all_gather(const StepPlan& plan, const PlanOp& op, Queue& queue);
   void issue_reduce_scatter(const StepPlan& plan, const PlanOp& op, Queue& queue);

@@ -11,6 +11,7 @@
 #include "cpu_adam/adam.h"
 #include "cpu_adam/cpu_features.h"
 #include "engine/backend_factory.h"
+#include "engine/measure_collectives.h"
 #include "memory/available_memory.h"
 #include "memory/host_arena.h"
 #include "nvme/aio_sweep.h"
@@ -78,7 +79,6 @@ class Bench {
     choice_ = make_backend(engine, 1, threads_, nullptr);
     const DeviceInfo info = choice_.backend->info();
     is_host_ = info.is_host;
-    name_ = info.name;
     // What plans leave to the host: see make_planning().
     if (!is_host_ && config.threads == 0) threads_ = std::max(1, threads_ - 1);
     device_bytes_ = std::min(is_host_ ? kHostDeviceBytes : kDeviceBytes, info.free_bytes / 2) /
@@ -92,7 +92,7 @@ class Bench {
   }
 
   HardwareProfile measure() {
-    HardwareProfile profile = default_profile(name_, is_host_, threads_);
+    HardwareProfile profile = default_profile(choice_.backend->info(), threads_);
     profile.is_measured = true;
     const size_t bytes = std::min(device_bytes_ / 2, host_.capacity_bytes());
     Queue& up = queue(QueueKind::kUpload);
@@ -188,7 +188,6 @@ class Bench {
   int threads_;
   HostArena host_;  // outlives the backend, which has it registered
   BackendChoice choice_;
-  std::string name_;
   bool is_host_ = false;
   std::byte* device_ = nullptr;
   size_t device_bytes_ = 0;
@@ -206,6 +205,11 @@ MeasuredHardware measure_hardware(const MeasureConfig& config) {
   SweepPoint drive;
   if (!config.drive.empty()) drive = sweep_aio(sweep).best;
   HardwareProfile profile = Bench(config).measure();
+  const bool any_gpu = config.device == "auto" || config.device == "cuda";
+  if (const int gpus = any_gpu ? usable_gpus() : 0; gpus > 1) {
+    profile.collective_bytes_per_s = measure_collectives("cuda", gpus);
+    profile.collective_is_measured = true;
+  }
   if (!config.drive.empty()) {
     constexpr double kGib = 1 << 30;
     profile.nvme_read_bytes_per_s = drive.read_gib_per_s * kGib;

@@ -160,8 +160,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
         config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free)) /
         static_cast<size_t>(ranks.local);
   }
-  planning.profile = share_of_machine(
-      load_profile(info.name, info.is_host, planning.threads, dtype), ranks.local, info.is_host);
+  planning.profile =
+      share_of_machine(load_profile(info, planning.threads, dtype), ranks.local, info.is_host);
   if (ranks.ranks != nullptr && ranks.world_size > 1) agree_before(planning, *ranks.ranks);
   PlacementConfig wanted = config.placement;
   if (config.evaluate_only) {  // what is between forward and backward

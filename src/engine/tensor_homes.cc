@@ -152,7 +152,7 @@ int64_t TensorHomes::piece_numel(int64_t index, int64_t first) const {
 std::vector<std::span<std::byte>> TensorHomes::ranges() const {
   std::vector<std::span<std::byte>> ranges;
   for (const auto& arena : store_.arenas()) {
-    ranges.emplace_back(arena->data(), arena->capacity_bytes());
+    ranges.emplace_back(arena->memory.data(), align_up(arena->copied_bytes, kPageBytes));
   }
   return ranges;
 }
@@ -160,7 +160,7 @@ std::vector<std::span<std::byte>> TensorHomes::ranges() const {
 std::vector<TensorMemory> TensorHomes::memory_report() const {
   std::vector<TensorMemory> report;
   for (const auto& arena : store_.arenas()) {
-    for (const PurposeBytes& entry : arena->report()) {
+    for (const PurposeBytes& entry : arena->memory.report()) {
       const auto known = std::ranges::find(report, entry.purpose, &TensorMemory::purpose);
       if (known == report.end()) {
         report.push_back({entry.purpose, entry.bytes});

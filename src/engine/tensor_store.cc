@@ -71,38 +71,46 @@ T* carve(HostArena& arena, size_t bytes, std::string_view purpose) {
   return bytes == 0 ? nullptr : reinterpret_cast<T*>(arena.carve(bytes, purpose).data());
 }
 
-TensorStates carve_states(HostArena& arena, const TensorSpec& spec) {
+// The planes that cross the link where the weights are on a device.
+TensorStates carve_copied(HostArena& arena, const TensorSpec& spec) {
   const PlaneBytes planes = plane_bytes(spec);
   const bool fp32 = spec.dtype == DType::kF32;
   TensorStates states;
   states.weights = spec.weights;
   if (planes.weights > 0)
     states.weights = carve<void>(arena, planes.weights, fp32 ? "masters" : "weights");
+  states.gradient = carve<void>(arena, planes.gradient, "gradients");
+  return states;
+}
+
+void carve_rest(HostArena& arena, const TensorSpec& spec, TensorStates& states) {
+  const PlaneBytes planes = plane_bytes(spec);
   states.lo = carve<uint16_t>(arena, planes.lo, "masters");
   states.master = carve<float>(arena, planes.master, "masters");
   states.exp_avg = carve<void>(arena, planes.moment, "moments");
   states.exp_avg_sq = carve<void>(arena, planes.moment, "moments");
-  states.gradient = carve<void>(arena, planes.gradient, "gradients");
-  return states;
 }
 
 }  // namespace
 
 int64_t TensorStore::add(std::span<const TensorSpec> specs) {
   for (const TensorSpec& spec : specs) check_spec(spec);
-  auto arena = std::make_shared<HostArena>(arena_bytes(specs));
+  const std::shared_ptr<Arena> arena(new Arena{HostArena(arena_bytes(specs))});
+  HostArena& memory = arena->memory;
   std::vector<Tensor> added;
   auto* gates =
-      carve<std::atomic<uint32_t>>(*arena, specs.size() * sizeof(std::atomic<uint32_t>), kGates);
+      carve<std::atomic<uint32_t>>(memory, specs.size() * sizeof(std::atomic<uint32_t>), kGates);
   for (size_t i = 0; i < specs.size(); ++i) {
-    Tensor tensor{specs[i], carve_states(*arena, specs[i]),
+    Tensor tensor{specs[i], carve_copied(memory, specs[i]),
                   new (gates + i) std::atomic<uint32_t>(0), arena};
     tensor.states.written_version = reinterpret_cast<const uint32_t*>(tensor.written);
     added.push_back(std::move(tensor));
   }
+  arena->copied_bytes = memory.used_bytes();
+  for (Tensor& tensor : added) carve_rest(memory, tensor.spec, tensor.states);
   const int64_t first = count();
   for (Tensor& tensor : added) tensors_.push_back(std::move(tensor));
-  arenas_.push_back(std::move(arena));
+  arenas_.push_back(arena);
   return first;
 }
 
@@ -118,7 +126,7 @@ const TensorStore::Tensor& TensorStore::at(int64_t index) const {
 void TensorStore::release(int64_t index) {
   at(index);
   Tensor& tensor = tensors_[static_cast<size_t>(index)];
-  const std::shared_ptr<HostArena> arena = std::move(tensor.arena);
+  const std::shared_ptr<Arena> arena = std::move(tensor.arena);
   tensor.states = {};
   tensor.written = nullptr;
   const bool is_used = std::any_of(tensors_.begin(), tensors_.end(),

@@ -17,11 +17,18 @@ namespace orlop {
 // The planes of caller-owned tensors, one arena for every add(). Neither tensors nor arenas move.
 class TensorStore {
  public:
+  struct Arena {
+    HostArena memory;
+    // At its start: versions, weights and gradients, which devices copy and wait for. What follows
+    // only the update on the host touches.
+    size_t copied_bytes = 0;
+  };
+
   struct Tensor {
     TensorSpec spec;
     TensorStates states;
     std::atomic<uint32_t>* written = nullptr;
-    std::shared_ptr<HostArena> arena;
+    std::shared_ptr<Arena> arena;
 
     Gate gate() const { return Gate{written}; }
   };
@@ -40,11 +47,11 @@ class TensorStore {
   int64_t count() const { return static_cast<int64_t>(tensors_.size()); }
   // Throws Error(kUsage) for an index that there is not, or not any more.
   const Tensor& at(int64_t index) const;
-  const std::vector<std::shared_ptr<HostArena>>& arenas() const { return arenas_; }
+  const std::vector<std::shared_ptr<Arena>>& arenas() const { return arenas_; }
 
  private:
   std::deque<Tensor> tensors_;
-  std::vector<std::shared_ptr<HostArena>> arenas_;
+  std::vector<std::shared_ptr<Arena>> arenas_;
 };
 
 // What the formula reads and writes of one tensor in host memory; `gradient` may have any dtype it

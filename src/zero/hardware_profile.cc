@@ -53,6 +53,7 @@ std::string HardwareProfile::to_json() const {
       {"device_bytes_per_s", device_bytes_per_s},
       {"host_bytes_per_s", host_bytes_per_s},
       {"launch_seconds", launch_seconds}};
+  if (collective_is_measured) document["collective_bytes_per_s"] = collective_bytes_per_s;
   if (drive_is_measured) {
     document["nvme_read_bytes_per_s"] = nvme_read_bytes_per_s;
     document["nvme_write_bytes_per_s"] = nvme_write_bytes_per_s;
@@ -60,29 +61,29 @@ std::string HardwareProfile::to_json() const {
   return document.dump(2);
 }
 
-HardwareProfile default_profile(const std::string& device, bool device_is_host, int cores) {
+HardwareProfile default_profile(const DeviceInfo& device, int cores) {
   HardwareProfile profile;
-  profile.device = device;
+  profile.device = device.name;
   profile.host_bytes_per_s = 8e9 * cores;
-  if (device_is_host) {
+  const auto known = [](double rate, double otherwise) { return rate > 0 ? rate : otherwise; };
+  if (device.is_host) {
     profile.matmul_flop_per_s = 5e10 * cores;
     profile.upload_bytes_per_s = 5e9;
     profile.offload_bytes_per_s = 5e9;
     profile.device_bytes_per_s = 8e9 * cores;
   } else {
-    profile.matmul_flop_per_s = 5e14;
-    profile.upload_bytes_per_s = 5e10;
-    profile.offload_bytes_per_s = 5e10;
-    profile.device_bytes_per_s = 2.5e12;
+    profile.matmul_flop_per_s = known(device.typical.matmul_flop_per_s, 2e14);
+    profile.upload_bytes_per_s = known(device.typical.link_bytes_per_s, 2.4e10);
+    profile.offload_bytes_per_s = profile.upload_bytes_per_s;
+    profile.device_bytes_per_s = known(device.typical.device_bytes_per_s, 1e12);
     profile.collective_bytes_per_s = 3e11;
   }
   return profile;
 }
 
-HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores,
-                             DType compute_dtype) {
-  HardwareProfile profile = default_profile(device, device_is_host, cores);
-  const fs::path path = profile_path(device);
+HardwareProfile load_profile(const DeviceInfo& device, int cores, DType compute_dtype) {
+  HardwareProfile profile = default_profile(device, cores);
+  const fs::path path = profile_path(device.name);
   std::ifstream in(path);
   if (path.empty() || !in) return profile;
   try {
@@ -101,8 +102,9 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
     read("offload_bytes_per_s", profile.offload_bytes_per_s);
     read("device_bytes_per_s", profile.device_bytes_per_s);
     read("host_bytes_per_s", profile.host_bytes_per_s);
-    if (document.contains("collective_bytes_per_s")) {  // measured only where there are several
+    if (document.contains("collective_bytes_per_s")) {
       read("collective_bytes_per_s", profile.collective_bytes_per_s);
+      profile.collective_is_measured = true;
     }
     read("launch_seconds", profile.launch_seconds);
     if (document.contains("nvme_read_bytes_per_s")) {  // measured where there was a drive
@@ -117,7 +119,7 @@ HardwareProfile load_profile(const std::string& device, bool device_is_host, int
         "hardware profile '{}' is not readable ({}); using typical figures. `orlop doctor "
         "--measure` writes it anew.",
         path.string(), error.what());
-    return default_profile(device, device_is_host, cores);
+    return default_profile(device, cores);
   }
   return profile;
 }

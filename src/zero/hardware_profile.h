@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "backend/backend.h"
 #include "orlop/types.h"
 
 namespace orlop {
@@ -33,18 +34,18 @@ struct HardwareProfile {
   MatmulRates matmul_rates;               // measured ones
   bool is_measured = false;
   bool drive_is_measured = false;
-  std::string source;  // the file it was read from; empty: typical figures
+  bool collective_is_measured = false;  // where there are several GPUs
+  std::string source;                   // the file it was read from; empty: typical figures
 
   std::string to_json() const;
 };
 
-// Typical figures of a kind of device, for plans made before anything was measured.
-HardwareProfile default_profile(const std::string& device, bool device_is_host, int cores);
+// Typical figures of a device, for plans made before anything was measured.
+HardwareProfile default_profile(const DeviceInfo& device, int cores);
 
 // The profile that `orlop doctor --measure` kept for this device beside this kind of processor, or
 // the default one. Matmuls run in `compute_dtype`.
-HardwareProfile load_profile(const std::string& device, bool device_is_host, int cores,
-                             DType compute_dtype);
+HardwareProfile load_profile(const DeviceInfo& device, int cores, DType compute_dtype);
 
 // What each of `ranks` processes of one machine gets of it: they share its memory, its drives and,
 // as devices, its cores; GPUs are their own.

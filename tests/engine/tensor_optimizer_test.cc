@@ -223,6 +223,33 @@ TEST(TensorOptimizer, RefusesBeforeAnythingChanges) {
   EXPECT_EQ(optimizer.ranges().size(), 1u);
 }
 
+// Weights that the optimizer keeps and gradients, not masters and moments: 4 of 14 bytes.
+TEST(TensorOptimizer, ADevicePinsWhatItCopies) {
+  TensorOptimizer optimizer(1);
+  std::vector<TensorSpec> specs(3);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    specs[i].name = "p" + std::to_string(i);
+    specs[i].dtype = DType::kBF16;
+    specs[i].numel = 100'000 + static_cast<int64_t>(i);
+    specs[i].keep_gradient = true;
+  }
+  optimizer.add(specs);
+  const std::vector<std::span<std::byte>> ranges = optimizer.ranges();
+  ASSERT_EQ(ranges.size(), 1u);
+  EXPECT_LE(ranges[0].size(), 4 * size_t{300'003} + 2 * 4096);
+  const auto is_pinned = [&](const void* plane, size_t bytes) {
+    const auto* begin = static_cast<const std::byte*>(plane);
+    return begin >= ranges[0].data() && begin + bytes <= ranges[0].data() + ranges[0].size();
+  };
+  for (int64_t i = 0; i < 3; ++i) {
+    const TensorStates states = optimizer.states(i);
+    const auto bytes = 2 * static_cast<size_t>(specs[static_cast<size_t>(i)].numel);
+    EXPECT_TRUE(is_pinned(states.weights, bytes));
+    EXPECT_TRUE(is_pinned(states.gradient, bytes));
+    EXPECT_TRUE(is_pinned(states.written_version, sizeof(uint32_t)));
+  }
+}
+
 TEST(TensorOptimizer, NormNamesTheFirstBadTensor) {
   TensorOptimizer optimizer(2);
   std::vector<std::vector<float>> gradients{random_floats(5000, 1), random_floats(3, 2),

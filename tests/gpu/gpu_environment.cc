@@ -4,6 +4,7 @@
 
 #include "base/bytes.h"
 #include "base/check.h"
+#include "gpu/cuda_devices.h"
 
 namespace orlop::test {
 namespace {

@@ -15,9 +15,11 @@
 
 #include "comm/thread_communicator.h"
 #include "engine/backend_factory.h"
+#include "engine/measure_collectives.h"
 #include "engine/open_engine.h"
 #include "engine/ranks.h"
 #include "gpu/cuda_backend.h"
+#include "gpu/cuda_devices.h"
 #include "gpu/nccl_communicator.h"
 #include "orlop/error.h"
 #include "tests/comm/communicator_suite.h"
@@ -307,6 +309,17 @@ TEST_F(GpuRanksEngine, BitsAreThoseOfEveryStageAndPlacement) {
 
 TEST_F(GpuRanksEngine, BitsOfGradientsInSixteenBitsAreThoseOfEveryStageAndPlacement) {
   expect_bits_of_every_placement(model(), DType::kBF16);
+}
+
+// What `orlop doctor --measure` finds: faster than the link to the host, slower than the memory.
+TEST(GpuRanks, CollectivesAreMeasured) {
+  SKIP_WITHOUT_GPUS(2);
+  for (const int ranks : world_sizes()) {
+    const double rate = measure_collectives("cuda", ranks);
+    std::printf("%d GPUs: each receives %.0f GB/s\n", ranks, rate / 1e9);
+    EXPECT_GT(rate, 5e9);
+    EXPECT_LT(rate, 3e12);
+  }
 }
 
 }  // namespace

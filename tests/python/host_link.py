@@ -12,6 +12,7 @@ import torch
 
 import orlop
 from orlop import _orlop, adam_slots
+from orlop.square_sums import SquareSums
 from orlop.torch_support import DTYPES
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
@@ -48,31 +49,26 @@ class Updated:
         self.held.clear()
 
 
-class HostStates:
+class HostStates(SquareSums):
     """The interface of DeviceStates: what it issues runs late, and in order."""
 
     is_available = True
 
     def __init__(self):
-        self.rows, self.sums, self.issued, self.unmeasured = 0, {}, [], {}
+        super().__init__(torch.device("cpu"))
+        self.issued = []
         self.updated = 0  # parameters
         self._native = _orlop.TensorOptimizer(1)
 
     def make_place(self):
         self.synchronize()
 
-    def take_row(self):
-        self.rows += 1
-        return self.rows - 1
-
-    def square_sums(self, gradients, rows):
+    def _issue(self, gradients, rows):
         for grad, row in zip(gradients, rows, strict=True):
             view = _orlop.GradientView(grad.data_ptr(), DTYPES[grad.dtype], grad.numel())
             total, _, first = self._native.norm([view])
-            self.sums[row] = (total, first)
-
-    def read_sums(self):
-        return self.sums
+            self._sums[row].view(torch.float64)[0] = total
+            self._sums[row].view(torch.int64)[1] = first
 
     def begin(self):
         self.synchronize()
@@ -106,7 +102,11 @@ class HostStates:
             updated.synchronize()
         self.issued.clear()
 
-    make_current_stream_wait = clear = synchronize
+    make_current_stream_wait = synchronize
+
+    def clear(self):
+        self.synchronize()
+        self.forget_sums()
 
 
 class Room:
@@ -160,13 +160,23 @@ class HostLink:
     close = unpin
 
     def offload(self, grads, homes):
+        self._check_pinned(home.gradient for home in homes)
         newest = max(homes, key=lambda home: home.job)
         newest.native.wait([newest.index])
         self.offloads += len(grads)
         self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last
 
+    def _is_pinned(self, address, size):
+        return any(begin <= address and address + size <= begin + length for begin, length in self.ranges)
+
+    def _check_pinned(self, tensors):
+        """What the link copies is in memory that it was told to pin."""
+        for tensor in tensors:
+            assert self._is_pinned(tensor.data_ptr(), tensor.nbytes)
+
     def let_go(self):
+        self.states.flush()
         self.let_go_at = self.offloads
 
     def take_room(self, size):
@@ -194,7 +204,8 @@ class HostLink:
     def upload(self, slots, version):
         last = slots[-1].home
         written = last.native.written_address(last.index)
-        assert any(begin <= written < begin + size for begin, size in self.ranges)
+        assert self._is_pinned(written, 4)
+        self._check_pinned(slot.home.weights for slot in slots)
         gate = ctypes.c_uint32.from_address(written)
 
         def copy(homes=[slot.home for slot in slots]):

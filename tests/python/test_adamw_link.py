@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import orlop  # noqa: E402
 from adam_reference import Reference  # noqa: E402
 from host_link import HostLink, HostStates, all_away  # noqa: E402
-from orlop import adam_slots  # noqa: E402
+from orlop import adam_slots, square_sums  # noqa: E402
 
 
 @pytest.fixture
@@ -235,10 +235,12 @@ def test_norms_are_of_gradients_that_have_arrived(away, accumulation, gradients,
 
 
 def test_squares_of_gradients_that_leave_are_summed_before(away, monkeypatch):
-    """Once for a block, on the device; where that has no part of Orlop, by the optimizer's thread: the same norm."""
+    """Once for a backward, or so many bytes, on the device; where that has no part of Orlop, by the optimizer's thread:
+    the same norm."""
 
-    def run(available):
+    def run(available, most=1 << 30):
         monkeypatch.setattr(HostStates, "is_available", available)
+        monkeypatch.setattr(square_sums, "_LATER_BYTES", most)
         torch.manual_seed(1)
         model = torch.nn.Sequential()
         model.layers = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3))
@@ -260,7 +262,10 @@ def test_squares_of_gradients_that_leave_are_summed_before(away, monkeypatch):
         return norms, calls
 
     norms, calls = run(True)
-    assert calls == [2, 2, 2] * 3  # a block has two parameters; the second of two micro-batches is added on the host
+    assert calls == [6] * 3  # the second of two micro-batches is added on the host
+    block = 4 * (40 * 40 + 40)
+    assert run(True, block) == (norms, [2, 2, 2] * 3)
+    assert run(True, block + 1) == (norms, [4, 2] * 3)
     assert run(False) == (norms, [])
 
 

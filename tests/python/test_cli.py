@@ -354,11 +354,13 @@ def test_eval_equals_the_loss_that_finetune_reports(capsys, model_dir, text_file
 
 @pytest.mark.parametrize("drives", [False, True])
 def test_eval_of_a_checkpoint_needs_its_weights_alone(capsys, model_dir, text_file, tmp_path, monkeypatch, drives):
-    """2 bytes per parameter; with drives to swap to it is an engine that could train."""
+    """2 bytes per parameter, whichever Adam has trained them, as `orlop plan --evaluate` says; with drives to swap to it
+    is an engine that could train."""
     import orlop._orlop as native
 
     model, out_dir = model_dir("llama"), tmp_path / "run"
-    assert finetune(capsys, model, text_file, out_dir, "--eval-data", text_file, "--save-every", 2)[0] == 0
+    trained = ["--eval-data", text_file, "--save-every", 2, "--optim", "adam"]
+    assert finetune(capsys, model, text_file, out_dir, *trained)[0] == 0
     last = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
     plans = []
     opened = native.Engine.open
@@ -371,7 +373,7 @@ def test_eval_of_a_checkpoint_needs_its_weights_alone(capsys, model_dir, text_fi
     monkeypatch.setattr(native.Engine, "open", staticmethod(open_and_note))
     arguments = ["--model", model, "--data", text_file, "--seq-len", 16, "--device", "host", "--json"]
     checkpoint = max(out_dir.glob("step-*"))
-    settings = [f"nvme={tmp_path / 'swap'}"] if drives else []
+    settings = [f"nvme={tmp_path / 'swap'}", "optim=adam"] if drives else []
     code, out, err = run(capsys, "eval", *settings, *arguments, "--checkpoint", checkpoint)
     assert (code, err) == (0, "")
     assert json.loads(out)["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
@@ -379,6 +381,9 @@ def test_eval_of_a_checkpoint_needs_its_weights_alone(capsys, model_dir, text_fi
     assert plan.evaluates_only != drives
     bytes_per_parameter = plan.state_bytes / plan.parameters  # with some padding
     assert 2 <= bytes_per_parameter < 2.1 if not drives else bytes_per_parameter >= 12
+    if not drives:
+        code, out, _ = run(capsys, "plan", "--evaluate", "--model", model, *arguments[4:])
+        assert (code, json.loads(out)["state_bytes"]) == (0, plan.state_bytes)
 
 
 def test_evaluation_counts_every_row_once(capsys, model_dir, text_file):

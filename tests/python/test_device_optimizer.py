@@ -117,6 +117,7 @@ def test_copies_run_behind_the_stream_that_wrote_them(pinned):
     written = [torch.zeros(n, device="cuda") for n in (5, 0, 70001)]
     hosts = [torch.zeros(t.numel(), pin_memory=pinned) for t in written]
     back = [torch.zeros_like(t) for t in written]
+    _orlop.device_load(device)
     torch.cuda.synchronize()
 
     def copy(into, tensors, behind):

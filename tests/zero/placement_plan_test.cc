@@ -16,7 +16,12 @@ using testing::Not;
 
 constexpr size_t kPlenty = size_t{1} << 30;
 
-HardwareProfile profile() { return default_profile("test", false, 4); }
+// A machine of these tests' own.
+HardwareProfile profile() {
+  const TypicalRates rates{
+      .matmul_flop_per_s = 5e14, .device_bytes_per_s = 2.5e12, .link_bytes_per_s = 5e10};
+  return default_profile({.name = "test", .is_host = false, .typical = rates}, 4);
+}
 
 size_t device_bytes(const PlanInput& input, const PlannedStep& planned) {
   return make_report(input, planned, {kPlenty, kPlenty}, profile()).device_peak_bytes;

@@ -107,7 +107,7 @@ TEST(RankPlan, GradientsInSixteenBitsProveThemselves) {
 TEST(RankPlan, GradientsInSixteenBitsAreHalfTheBytes) {
   PlanInput input = rank_input(4);
   const PlacementPlan where = placement(input, 0, 0, 3);
-  HardwareProfile profile = default_profile("host", true, 2);
+  HardwareProfile profile = default_profile({.name = "host", .is_host = true}, 2);
   profile.launch_seconds = 0;
   profile.device_bytes_per_s = 1e30;
   const auto bytes_and_seconds = [&](OpKind kind) {
@@ -157,7 +157,7 @@ TEST(RankPlan, RanksShareStatesAndLinks) {
     EXPECT_GE(4 * four.state_bytes(param), one.state_bytes(param));
     EXPECT_LT(four.state_bytes(param), one.state_bytes(param) / 4 + granule_bytes);
   }
-  const HardwareProfile profile = default_profile("host", true, 2);
+  const HardwareProfile profile = default_profile({.name = "host", .is_host = true}, 2);
   const auto upload_seconds = [&](const PlanInput& input) {
     const Simulation time =
         simulate(input, make_train_plan(input, placement(input, 0, 0, 3)), profile);
@@ -197,7 +197,7 @@ TEST(RankPlan, ComputeNeverWaitsForTheSumsOfTheVisitBefore) {
 TEST(RankPlan, CollectivesHideBehindBackward) {
   PlanInput input = rank_input(4);
   const int params = static_cast<int>(input.layout.flat_params.size());
-  HardwareProfile profile = default_profile("host", true, 2);
+  HardwareProfile profile = default_profile({.name = "host", .is_host = true}, 2);
   profile.launch_seconds = 0;
   const StepPlan plan = make_train_plan(input, placement(input, 0, params, 3));
   double most = 0;  // seconds of one FlatParam's collectives, made half of a layer's backward pass

@@ -143,7 +143,7 @@ TEST(Simulate, DrivesBoundTheStep) {
   PlacementPlan plan;
   plan.params.resize(input.layout.flat_params.size(),
                      {.resident = false, .optimizer = Tier::kNvme, .copy = Tier::kNvme});
-  HardwareProfile profile = default_profile("test", true, 2);
+  HardwareProfile profile = default_profile({.name = "test", .is_host = true}, 2);
   profile.nvme_read_bytes_per_s = 1e8;
   profile.nvme_write_bytes_per_s = 5e7;
   const StepPlan step = make_train_plan(input, plan);

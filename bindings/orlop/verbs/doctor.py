@@ -129,6 +129,7 @@ def _print_profile(profile: dict[str, Any]) -> None:
         "offload": "offload_bytes_per_s",
         "device memory": "device_bytes_per_s",
         "host update": "host_bytes_per_s",
+        "collectives": "collective_bytes_per_s",
         "drive, read": "nvme_read_bytes_per_s",
         "drive, write": "nvme_write_bytes_per_s",
     }

@@ -26,6 +26,7 @@ _NAMES = (
     "threads",
     "prefetch",
     "reference_ops",
+    "optim",
 )
 
 

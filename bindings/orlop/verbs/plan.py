@@ -11,6 +11,7 @@ SUMMARY = "memory and time of a run, without running it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--evaluate", action="store_true", help="of orlop eval, which holds the weights alone")
     parser.add_argument(
         "--ranks",
         type=int,
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_from_args(args)
     config.require("model")
-    report = _orlop.plan(config.model, engine_config(config, config.steps or 1), args.ranks)
+    native = engine_config(config, config.steps or 1)
+    native.evaluate_only = args.evaluate
+    report = _orlop.plan(config.model, native, args.ranks)
     print(report.to_json() if args.json else report.to_text())
     return 0
