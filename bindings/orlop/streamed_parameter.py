@@ -69,8 +69,8 @@ class StreamedParameter(torch.nn.Parameter):
                 return _leave(entry, first)
         names = [a._orlop_entry.name for a in _streamed(args, kwargs)]
         raise errors.UsageError(
-            f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their own "
-            "block, or inside `with orlop.gathered(...):`"
+            f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their "
+            "own block, or inside `with orlop.gathered(...):`"
         )
 
 

@@ -224,7 +224,7 @@ def _parts_of_blocks(model, modules, names) -> list[tuple[torch.nn.Module, list]
 
 
 def _take_drives(parts, share, nvme, trained_stay) -> DriveWeights | None:
-    """Room on drives for the weights of some blocks, evenly among all; with `trained_stay` for the frozen ones alone."""
+    """Room on drives for the weights of some blocks, evenly among all; with `trained_stay` of frozen ones alone."""
     if share == 0:
         return None
     wanted = spread([sum(p.nbytes for p, _ in named) for _, named in parts], share)
