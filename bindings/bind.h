@@ -15,6 +15,7 @@ void bind_ranks(pybind11::module_& module);
 void bind_async_file(pybind11::module_& module);
 void bind_drives(pybind11::module_& module);
 void bind_tensor_optimizer(pybind11::module_& module);
+void bind_weight_drives(pybind11::module_& module);
 void bind_device_optimizer(pybind11::module_& module);
 
 // Comes, with the GIL, before every call that joins the ranks: under torchrun, its store tells

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "bindings/weight_drives_handle.h"
 #include "orlop/error.h"
 #include "orlop/tensor_optimizer.h"
 
@@ -196,6 +197,13 @@ void bind_values(py::module_& module) {
       .def_readwrite("keep_gradient", &TensorSpec::keep_gradient)
       .def_readwrite("seed", &TensorSpec::seed)
       .def_readwrite("on_drives", &TensorSpec::on_drives)
+      .def(
+          "live_on",
+          [](TensorSpec& self, const WeightDrivesHandle& drives, int64_t weight) {
+            self.weight_drives = drives.drives;
+            self.drive_weight = weight;
+          },
+          py::arg("drives"), py::arg("weight"), "The weights are those with this index there.")
       .def_property(
           "weights", [](const TensorSpec& self) { return reinterpret_cast<Address>(self.weights); },
           [](TensorSpec& self, Address address) { self.weights = pointer<void>(address); });

@@ -32,5 +32,6 @@ PYBIND11_MODULE(_orlop, module) {
   orlop::python::bind_async_file(module);
   orlop::python::bind_drives(module);
   orlop::python::bind_tensor_optimizer(module);
+  orlop::python::bind_weight_drives(module);
   orlop::python::bind_device_optimizer(module);
 }

@@ -93,9 +93,13 @@ class SlotSide:
             )
             for p, seed in zip(params, seeds, strict=True)
         ]
+        for p, spec in zip(params, specs, strict=True):
+            weights = self._stream.drives_of(p) if self._is_streamed(p) else None
+            if weights is not None:
+                spec.live_on(weights.native, weights.index_of(p))
         first = self._native.add(specs, [None if self._is_away(p) else p.detach() for p in params])
         for link in self._links.values():
-            link.pin(self._native.ranges())
+            link.pin(self._ranges())
         return [
             (DriveHome if specs[i].on_drives else HostHome)(
                 self._native, first + i, p, self._moments, link, specs[i].keep_gradient
@@ -113,9 +117,13 @@ class SlotSide:
         if not homes:
             return
         self._native.release([home.index for home in homes])
-        ranges = self._native.ranges()
+        ranges = self._ranges()
         for link in self._links.values():
             link.pin_no_more_than(ranges)
+
+    def _ranges(self):
+        """Host memory that devices copy from and to."""
+        return self._native.ranges() + (self._stream.ranges() if self._stream is not None else [])
 
     def link_beside(self, slot):
         """The link of the device on which the weights of a slot are for good; None without one."""

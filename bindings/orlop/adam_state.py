@@ -37,7 +37,8 @@ class StateSide:
         slot.wrote_weights()
 
     def placement(self):
-        """Where masters and moments live: {"host", "nvme" or a device: {"bytes": ..., "parameters": [names]}}."""
+        """Where masters and moments live: {"host", "nvme" or a device: {"bytes": ..., "parameters": [names]}};
+        "nvme" has also the `weight_bytes` of weights that orlop.wrap keeps there."""
         return self._placement.report()
 
     def __repr__(self):
@@ -54,7 +55,14 @@ class StateSide:
 
     def memory_report(self):
         """Bytes by purpose, in host memory where no device is named; the states of frozen parameters do not exist."""
-        return {**self._native.memory_report(), **room_report(self._slots.values())}
+        drives = self._stream.drives if self._stream is not None else None
+        slots = {"slots of weights": drives.slot_bytes} if drives is not None else {}
+        return {**self._native.memory_report(), **slots, **room_report(self._slots.values())}
+
+    def weight_bytes_on_drives(self):
+        """Of blocks that orlop.wrap streams, frozen ones too."""
+        drives = self._stream.drives if self._stream is not None else None
+        return drives.bytes if drives is not None else 0
 
     def _show_state(self, p):
         """The entry of `self.state`, whose tensors are the states themselves. What a user took out of it

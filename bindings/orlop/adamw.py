@@ -236,11 +236,13 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     def close(self):
         """Waits for what runs and gives the host memory back, except what a state_dict still holds."""
         self.zero_grad()
-        if self._stream is not None:
-            self._stream.leave_optimizer()
-        self._finalizer()
-        self.state.clear()
-        self._slots.clear()
+        try:
+            if self._stream is not None:
+                self._stream.leave_optimizer()
+        finally:
+            self._finalizer()
+            self.state.clear()
+            self._slots.clear()
 
     def __deepcopy__(self, memo):
         raise errors.UsageError("an optimizer over host memory cannot be copied; use state_dict()")
@@ -268,7 +270,10 @@ def live_optimizers():
 def _leave_weights(owner, stream):
     """An optimizer that nobody closed is gone: the model keeps its weights."""
     if os.getpid() == owner:
-        stream.leave_optimizer()
+        try:
+            stream.leave_optimizer()
+        except errors.Error as error:  # nobody calls who could be told
+            _log.warning("the weights of an optimizer that is gone: %s", str(error))
 
 
 def _shut_down(owner, hooks, links, parts):

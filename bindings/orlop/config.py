@@ -333,6 +333,8 @@ _SECTION_KEYS = {
         "direct": "nvme_direct",
         "engine": "nvme_engine",
         "verify": "nvme_verify",
+        "optimizer_share": "nvme_optimizer_share",
+        "param_share": "nvme_param_share",
     },
 }
 

@@ -184,21 +184,14 @@ class DeepSpeedConfig:
         self._check_one_of("torch_autocast.dtype", ("bfloat16", "float16"))
         self._check_one_of("data_types.grad_accum_dtype", (None, "fp32", "fp16", "bf16"))
         self._check_one_of("log_level", (None, "debug", "info", "warning", "error", "critical"))
-        path = f"{_ZERO}.offload_param.device"
-        if self[path] == "nvme":
-            raise UsageError(
-                f"{self.source}: {path} = 'nvme' is refused: this door keeps weights in host memory; use 'cpu', "
-                "or `orlop finetune`, which keeps them on NVMe, too"
-            )
-        self._check_one_of(path, ("none", "cpu"))
-        path = f"{_ZERO}.offload_optimizer.device"
-        self._check_one_of(path, ("none", "cpu", "nvme"))
-        if self[path] == "nvme" and not self[f"{_ZERO}.offload_optimizer.nvme_path"]:
-            raise UsageError(
-                f"{self.source}: {path} = 'nvme' needs {_ZERO}.offload_optimizer.nvme_path, a directory or a list "
-                "of one per drive"
-            )
-        if self[f"{_ZERO}.offload_param.device"] == "cpu" and self[f"{_ZERO}.stage"] != 3:
+        for section in (f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"):
+            self._check_one_of(f"{section}.device", ("none", "cpu", "nvme"))
+            if self[f"{section}.device"] == "nvme" and not self[f"{section}.nvme_path"]:
+                raise UsageError(
+                    f"{self.source}: {section}.device = 'nvme' needs {section}.nvme_path, a directory or a list of "
+                    "one per drive"
+                )
+        if self[f"{_ZERO}.offload_param.device"] != "none" and self[f"{_ZERO}.stage"] != 3:
             raise UsageError(
                 f"{self.source}: {_ZERO}.offload_param needs {_ZERO}.stage 3, which is {self[f'{_ZERO}.stage']}"
             )

@@ -94,6 +94,11 @@ class DeviceLink:
             del self._pinned[address]
         self._gates.clear()
 
+    def unpin_ranges(self, ranges: list[tuple[int, int]]) -> None:
+        """Gives these registrations back, before their memory goes. Waits for copies."""
+        gone = {address for address, _ in ranges}
+        self.pin_no_more_than([pinned for pinned in self._pinned.items() if pinned[0] not in gone])
+
     def unpin(self) -> None:
         """Waits for all copies and updates, then gives the registrations and the room on the device back."""
         self.states.clear()
@@ -229,7 +234,7 @@ class DeviceLink:
         into, homes = make_room()
         gate = self._gate(*update) if update is not None else _OPEN
         self._bring(into, homes, gate, True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event(blocking=True)  # the thread that reads drives may wait for it
         arrived.record(self.up)
         return arrived
 

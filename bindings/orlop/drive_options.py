@@ -52,11 +52,26 @@ def state_drives(nvme: Any) -> _orlop.StateDrives | None:
     return drives
 
 
+def param_share(nvme: Any) -> tuple[float, Any]:
+    """(share of the weights that is on drives, the rest of the section `nvme` of orlop.wrap)."""
+    if not isinstance(nvme, Mapping) or "param_share" not in nvme:
+        return 0.0, nvme
+    rest = {key: value for key, value in nvme.items() if key != "param_share"}
+    share = parse_value(OPTIONS["nvme_param_share"], nvme["param_share"], "nvme")
+    if share and not rest.get("paths"):
+        raise errors.UsageError(
+            f"nvme: param_share is {share:g}, but paths names no directory for the weights"
+        )
+    return share, rest
+
+
 def split_config(config: Any) -> tuple[Any, Any]:
     """(the rest, the section `nvme` or None) of what orlop.wrap is configured with."""
     if isinstance(config, (str, Path)) and config != "auto":
         flat = dict(read_config_file(Path(config)))
         nvme = {key: flat.pop(option) for key, (option, _) in _MEMBERS.items() if option in flat}
+        if "nvme_param_share" in flat:
+            nvme["param_share"] = flat.pop("nvme_param_share")
         if "device_mem" in flat:
             flat["gpu"] = flat.pop("device_mem")
         return flat, nvme or None

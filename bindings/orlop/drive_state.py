@@ -1,4 +1,4 @@
-"""What stands for one plane of a parameter's states while it lies on drives, and the home of such states."""
+"""What stands for one plane of a parameter's states, or its weights, on drives, and the home of such states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ZERO_BYTES = 1 << 20
 
 
 class DriveState(torch.Tensor):
-    """Moments, or the rest of a master, of one parameter, on drives.
+    """Moments, or the rest of a master, of one parameter, on drives, or the `data` of weights that are there.
 
     It has the parameter's shape. Reading gives a tensor in host memory, which lasts; copy_() and zero_() write piece
     by piece, any other change in place reads, changes and writes the whole plane. Pickled, or copied, it is a tensor

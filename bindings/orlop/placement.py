@@ -70,13 +70,17 @@ class Placement:
         return [slot for slot in optimizer.in_order_of_use() if slot.home.on_device]
 
     def report(self) -> dict[str, dict]:
-        """By place, "host", "nvme" or a device: the parameters whose states live there, and the bytes of these states."""
+        """By place, "host", "nvme" or a device: the parameters whose states live there, and the bytes of these states;
+        of weights on drives, also of frozen ones, "nvme" has the `weight_bytes`."""
         places: dict[str, dict] = {}
         for slot in self._optimizer().in_order_of_use():
             where = str(slot.device) if slot.home.on_device else slot.home.place
             place = places.setdefault(where, {"bytes": 0, "parameters": []})
             place["parameters"].append(slot.name)
             place["bytes"] += sum(plane.nbytes for plane in slot.planes.values())
+        weights = self._optimizer().weight_bytes_on_drives()
+        if weights:
+            places.setdefault("nvme", {"bytes": 0, "parameters": []})["weight_bytes"] = weights
         return places
 
     # --- moves ----------------------------------------------------------------------------------
@@ -160,6 +164,7 @@ def describe(report: dict[str, dict]) -> str:
     parts = [
         f"{place['bytes'] / 2**30:.2f} GiB of {len(place['parameters'])} parameters "
         + _PLACES.get(where, f"on {where}")
+        + (f", with {place['weight_bytes'] / 2**30:.2f} GiB of weights" if "weight_bytes" in place else "")
         for where, place in report.items()
     ]
     return ", ".join(parts) or "none yet"

@@ -25,7 +25,7 @@ def device_bytes(param: torch.Tensor, moments: torch.dtype) -> int:
 
 class HostHome:
     """States in the memory of `native`, the host's optimizer. With a link the weights are elsewhere: a compute copy
-    of them is kept here, and the link copies it up and gradients down."""
+    of them is kept here (None: it is on drives, too), and the link copies it up and gradients down."""
 
     on_device = False
     place = "host"
@@ -51,10 +51,10 @@ class HostHome:
         self.job = 0  # version of the last work that was submitted for this tensor
         self._planes_seen = None  # versions of weights and master at the last update
 
-    def _flat_plane(self, plane: str, dtype: torch.dtype) -> torch.Tensor:
+    def _flat_plane(self, plane: str, dtype: torch.dtype) -> torch.Tensor | None:
         kind = _orlop.DType.F32 if dtype == torch.float32 else _orlop.DType.BF16
         array = self.native.plane(self.index, plane, self.numel, kind)
-        return torch.from_numpy(array).view(dtype)
+        return None if array is None else torch.from_numpy(array).view(dtype)
 
     def _plane(self, key: str, dtype: torch.dtype, param: torch.Tensor) -> torch.Tensor:
         plane = self._flat_plane(PLANE_OF_KEY.get(key, key), dtype)
@@ -64,7 +64,11 @@ class HostHome:
 
     def adopt(self, slot) -> None:
         """Takes the weights of a device as what the master is to be."""
-        self.take_weights(slot, self.link.read_weights(slot.param))
+        weights = self.link.read_weights(slot.param)
+        if weights is not None:
+            self.take_weights(slot, weights)
+        else:  # on drives, which the master follows
+            slot.version = slot.param._version
 
     def take_weights(self, slot, weights: torch.Tensor) -> None:
         """`weights` (numel) in host memory become the compute copy, and what the master is to be."""
@@ -93,7 +97,8 @@ class HostHome:
         counters tell; the memory of a user's own parameter may have been written without torch knowing."""
         if not self.link or MASTER_KEY[self.dtype] is None:
             return True
-        versions = self.weights._version, self.planes[MASTER_KEY[self.dtype]]._version
+        version = 0 if self.weights is None else self.weights._version  # on drives nobody else writes them
+        versions = version, self.planes[MASTER_KEY[self.dtype]]._version
         written, self._planes_seen = versions != self._planes_seen, versions
         return written
 

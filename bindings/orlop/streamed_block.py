@@ -12,8 +12,8 @@ _ALIGNMENT = 512  # bytes, of parameters in their block
 
 
 class Entry:
-    """One parameter: its place in the block's storage on the device, and its home in host memory (numel): None while
-    the optimizer has its states on the device, where the weights then stay."""
+    """One parameter: its place in the block's storage on the device, and its home: `host` (numel) in host memory, or
+    `drives`. Neither is used while the optimizer has its states on the device, where the weights then stay."""
 
     def __init__(self, parameter: torch.nn.Parameter, name: str):
         self.parameter, self.name = parameter, name
@@ -21,9 +21,31 @@ class Entry:
         self.bytes = parameter.numel() * parameter.element_size()
         # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
         self.host: torch.Tensor | None = flat(parameter.data).cpu()
+        self.drives, self.index = None, -1  # DriveWeights that have room for it, and which of theirs it is
+        self.on_device = False  # weights and states
         self.slot = None
         self.version = parameter._version
         self.flat = None
+
+    @property
+    def is_on_drives(self) -> bool:
+        return self.drives is not None and not self.on_device
+
+    @property
+    def has_home(self) -> bool:
+        return self.host is not None or self.is_on_drives
+
+    def move_to(self, drives) -> None:
+        """The home is on drives from now on; the host memory goes."""
+        index = drives.index_of(self.parameter)
+        drives.write(index, self.host)
+        self.drives, self.index, self.host = drives, index, None
+
+    def home(self) -> torch.Tensor:
+        """The weights (numel) in host memory: the home itself, or a copy of what is on drives."""
+        if not self.is_on_drives:
+            return self.host
+        return self.drives.read(self.index, torch.empty(self.parameter.numel(), dtype=self.parameter.dtype))
 
     def lie_in(self, storage: torch.UntypedStorage, offset: int) -> None:
         """The parameter's place for good: `offset` bytes into the storage."""
@@ -38,28 +60,44 @@ class Entry:
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
         self.wait()
-        return self.host.as_strided(self.parameter.size(), self.parameter.stride())
+        return self.home().as_strided(self.parameter.size(), self.parameter.stride())
 
     def write_host(self, value: torch.Tensor) -> None:
         """Home and master become `value`."""
         self.wait()
-        laid = torch.empty(self.host.shape, dtype=self.host.dtype)
+        laid = torch.empty(self.parameter.numel(), dtype=self.parameter.dtype)
         laid.as_strided(self.parameter.size(), self.parameter.stride()).copy_(
             value.expand(self.parameter.size())
         )
         if self.slot is not None:
             self.slot.home.take_weights(self.slot, laid)
+        elif self.is_on_drives:
+            self.drives.write(self.index, laid)
         else:
             self.host.copy_(laid)
+        if self.is_on_drives:
+            self.drives.forget_readings()
 
     def wait(self) -> None:
         """The home is written."""
-        if self.slot is not None and self.host is not None:
+        if self.slot is not None and self.has_home:
             self.slot.home.native.wait([self.slot.home.index])
+
+    def leave_optimizer(self) -> None:
+        """Weights that are on the device for the sake of their states get a home again."""
+        slot, self.slot = self.slot, None
+        if self.on_device:
+            slot.home.wait_written(slot)
+            self.on_device = False
+            here = flat(self.parameter).cpu()
+            if self.drives is not None:
+                self.drives.write(self.index, here)
+            else:
+                self.host = here
 
     def take_back(self) -> None:
         """Home and master become what is on the device now. (Where the states are there, the optimizer sees it.)"""
-        if self.host is not None:
+        if self.has_home:
             self.write_host(self.parameter.detach().cpu())
         self.version = self.parameter._version
 
@@ -102,14 +140,15 @@ class Block:
         self.stale = False  # here, but an update has changed the home since
         self.update = None  # home and version of the last write of its last update
         self.resident = False  # never leaves
+        self.reading = None  # of what is on drives, ahead of its use
         self.arrived = None  # event of a copy that the compute stream has not waited for
         self.active = 0  # calls of its forward that have begun and not ended
         self.callers: set[int] = set()  # blocks whose forward calls it
         self.holds = 0  # gathered() sections, and those whose graph may still read it
 
     def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Room for the weights: where they go (numel), and the homes (numel) that they come from. Autograd is not told:
-        to it the weights never left."""
+        """Room for the weights: where they go (numel), and the homes (numel) in host memory that they come from.
+        Autograd is not told: to it the weights never left."""
         if self.storage.nbytes() != self._room:
             self.storage.resize_(self._room)
         into, homes = [], []
@@ -121,6 +160,11 @@ class Block:
                 into.append(entry.flat)
                 homes.append(entry.host)
         return into, homes
+
+    @property
+    def is_on_drives(self) -> bool:
+        """Whether some of its weights are."""
+        return any(entry.is_on_drives for entry in self.entries)
 
     def empty(self) -> None:
         for entry in self.entries:

@@ -1,4 +1,4 @@
-"""A parameter whose weights are in host memory for now: it has its shape, and refuses arithmetic."""
+"""A parameter whose weights are in host memory, or on drives, for now: it has its shape, and refuses arithmetic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import torch
 
 from . import errors
+from .drive_state import DriveState
 from .offloaded_gradient import METADATA
 
 _log = logging.getLogger("orlop")
@@ -29,12 +30,13 @@ _told: set[str] = set()
 
 
 class StreamedParameter(torch.nn.Parameter):
-    """The class of a parameter between two uses of its block. detach() gives a view of the host memory, so that
-    state_dict() is complete; copy_() writes there; to() and the like change nothing."""
+    """The class of a parameter between two uses of its block. detach() gives a view of the host memory, or
+    a copy of what is on drives, so that state_dict() is complete; copy_() writes there; to() and the like change
+    nothing."""
 
     def __repr__(self, **_):
         with torch._C.DisableTorchFunctionSubclass():
-            return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights in host memory)"
+            return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights {_place(self)})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -45,6 +47,8 @@ class StreamedParameter(torch.nn.Parameter):
         first = args[0] if args else None
         if func is torch._has_compatible_shallow_copy_type:
             return True  # module.to() then sets data, which changes nothing
+        if func == torch.Tensor.data.__get__ and first._orlop_entry.is_on_drives:
+            return DriveState.make(_OnDrives(first._orlop_entry), "data", first.dtype, first)
         if func == torch.Tensor.data.__set__:
             entry, value = first._orlop_entry, args[1]
             if isinstance(value, StreamedParameter):  # module.to()
@@ -65,9 +69,26 @@ class StreamedParameter(torch.nn.Parameter):
                 return _leave(entry, first)
         names = [a._orlop_entry.name for a in _streamed(args, kwargs)]
         raise errors.UsageError(
-            f"{', '.join(names)}: the weights are in host memory; use them inside the forward of their own block, "
-            "or inside `with orlop.gathered(...):`"
+            f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their "
+            "own block, or inside `with orlop.gathered(...):`"
         )
+
+
+class _OnDrives:
+    """What a DriveState asks of its home, for weights."""
+
+    def __init__(self, entry):
+        self._entry = entry
+
+    def read_plane(self, key: str) -> torch.Tensor:
+        return self._entry.host_view()
+
+    def write_planes(self, values: dict[str, torch.Tensor]) -> None:
+        for value in values.values():
+            self._entry.write_host(value)
+
+    def zero_plane(self, key: str) -> None:
+        self._entry.write_host(torch.zeros(()))
 
 
 @functools.cache
@@ -113,6 +134,10 @@ _MOVES = {
     torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.half, torch.Tensor.bfloat16,
     torch.Tensor.float, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.pin_memory,
 }  # fmt: skip
+
+
+def _place(parameter) -> str:
+    return "on drives" if parameter._orlop_entry.is_on_drives else "in host memory"
 
 
 def _leave(entry, parameter):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import weakref
 
 import torch
 
+from .block_hooks import register_hooks
 from .host_memory import FreedMemory
 from .streamed_block import Block
 from .torch_support import flat
@@ -20,15 +19,19 @@ class _Link:
         self._manager, self._inner = weakref.ref(manager), device_link
         self.states = None if device_link is None else device_link.states
 
-    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor:
-        """(numel) in host memory: those on the device, where somebody may have written them, else the home."""
-        block, home = self._manager().block_of[parameter], parameter._orlop_entry.host
+    def read_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """(numel) in host memory: those on the device, where somebody may have written them, else the home; None where
+        that is on drives."""
+        block, entry = self._manager().block_of[parameter], parameter._orlop_entry
         self._manager()._arrive(block)
-        return flat(parameter).cpu() if home is None or (block.here and not block.stale) else home
+        on_device = not entry.has_home or (block.here and not block.stale)
+        return flat(parameter).cpu() if on_device else entry.host
 
     def write_weights(self, slot) -> None:
-        self._manager().block_of[slot.param].stale = True
-        self._manager().refresh()
+        manager = self._manager()
+        manager.block_of[slot.param].stale = True
+        manager.forget_readings()
+        manager.refresh()
 
     def upload(self, slots, version) -> None:
         """The homes are written by the update itself; a copy on the device is fetched again when it is needed."""
@@ -36,6 +39,7 @@ class _Link:
         for slot in slots:
             block = manager.block_of[slot.param]
             block.stale, block.update = True, (slot.home, version)
+        manager.forget_readings()
 
     def offload(self, grads, homes):
         if self._inner is not None:
@@ -66,8 +70,9 @@ class StreamedWeights:
     """The blocks of one model. At rest only resident ones are on the device; in a pass two: the block at work
     and the next one, which is fetched ahead in the order that was last observed."""
 
-    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None):
+    def __init__(self, model: torch.nn.Module, blocks: list[Block], device_link=None, drives=None):
         self.blocks = blocks
+        self.drives = drives  # DriveWeights; None: all weights are in host memory
         self.link = _Link(self, device_link)
         self.device_link = device_link
         self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
@@ -79,18 +84,19 @@ class StreamedWeights:
         self.peak_blocks = 0  # on the device at once
         self._here = 0
         self._freed = FreedMemory()
+        if drives is not None and device_link is not None:
+            drives.pin(device_link)
         self.entry_of = {entry.parameter: entry for block in blocks for entry in block.entries}
         self.block_of = {entry.parameter: block for block in blocks for entry in block.entries}
-        reference = weakref.ref(self)
-        self.handles = [
-            model.register_forward_hook(functools.partial(_leave_model, reference), always_call=True)
-        ]
-        for block in blocks:
-            bind = functools.partial
-            self.handles += [
-                block.module.register_forward_pre_hook(bind(_enter, reference, block.index)),
-                block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
-            ]
+        self.handles = register_hooks(self, model, blocks)
+
+    def drives_of(self, parameter: torch.Tensor):
+        """The DriveWeights that are the home of a parameter; None for one in host memory."""
+        return self.entry_of[parameter].drives
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Host memory beside the optimizer's that the device copies from."""
+        return self.drives.ranges() if self.drives is not None else []
 
     def owns(self, parameter: torch.Tensor) -> bool:
         return parameter in self.entry_of
@@ -99,15 +105,20 @@ class StreamedWeights:
         """The optimizer has taken a parameter over: its copy of the weights, if it has one, is the home from now on."""
         entry = self.entry_of[slot.param]
         is_first, entry.slot = entry.slot is None, slot
-        entry.host = None if slot.home.on_device else slot.home.weights
-        if is_first:
+        entry.on_device = slot.home.on_device
+        entry.host = None if entry.on_device or entry.is_on_drives else slot.home.weights
+        if is_first and not entry.is_on_drives:
             self._freed.add(entry.bytes)
         self.block_of[slot.param].update = None
 
     def link_beside(self, parameter: torch.Tensor):
         """The device's link, if the weights are there for good."""
         block = self.block_of[parameter]
-        return self.device_link if block.resident and block.here and not block.stale else None
+        if not (block.resident and block.here):
+            return None
+        if block.is_on_drives:  # an update may have passed by
+            self._fetch(block)
+        return None if block.stale else self.device_link
 
     def resident_blocks(self) -> list[int]:
         """Blocks whose weights are on the device now."""
@@ -121,15 +132,10 @@ class StreamedWeights:
         if block.here:
             self._keep_written(block)
         self.fetches += 1
-        link = self.device_link
-        if link is not None:
-            block.arrived = link.bring(block.update, block.open)
+        if self.device_link is not None:
+            self._bring(block, self.device_link)
         else:
-            for entry in block.entries:
-                entry.wait()
-            with torch.no_grad():
-                for into, home in zip(*block.open(), strict=True):
-                    into.copy_(home)
+            self._copy(block)
         if not block.here:
             self._here += 1
             self.peak_blocks = max(self.peak_blocks, self._here)
@@ -137,13 +143,35 @@ class StreamedWeights:
                 self._visiting[block.index] = block
         block.here, block.stale = True, False
 
+    def _bring(self, block: Block, link) -> None:
+        """This thread waits for neither updates, drives nor copies."""
+        if block.is_on_drives:
+            self.drives.begin(block, link)
+        into, homes = block.open()
+        if homes or not block.is_on_drives:
+            block.arrived = link.bring(block.update, lambda: (into, homes))
+        if block.is_on_drives:  # on the same stream
+            block.arrived = self.drives.bring(block, link)
+
+    def _copy(self, block: Block) -> None:
+        if block.is_on_drives:
+            self.drives.begin(block, None)
+        for entry in block.entries:
+            entry.wait()
+        with torch.no_grad():
+            for into, home in zip(*block.open(), strict=True):
+                into.copy_(home)
+            if block.is_on_drives:
+                self.drives.copy(block)
+
     def fetch_resident(self) -> None:
         """After an update was submitted: blocks that stay take their new weights as they are written, in the
-        order of their use; nobody waits but the stream that copies."""
+        order of their use; nobody waits but the stream that copies. Those on drives are read when their turn comes:
+        reads run in the order in which they are issued, and the first blocks are not to wait for the last updates."""
         if self.device_link is None:
             return
         for block in self.blocks:
-            if block.here and block.resident and block.stale:
+            if block.here and block.resident and block.stale and not block.is_on_drives:
                 self._fetch(block)
 
     def _arrive(self, block: Block) -> None:
@@ -152,7 +180,7 @@ class StreamedWeights:
         self.device_link.wait_arrival(block.arrived)
         block.arrived = None
         for entry in block.entries:
-            if entry.host is not None and entry.version != entry.parameter._version:
+            if entry.has_home and entry.version != entry.parameter._version:
                 block.stale = True  # the write ran beside the copy: what is there now, nobody knows
                 entry.lose_write()
 
@@ -180,6 +208,12 @@ class StreamedWeights:
                 if block.stale:
                     self._fetch(block)
                 self._arrive(block)
+        self._check_drives()
+
+    def _check_drives(self) -> None:
+        """Nobody gets what was made of weights that could not be read."""
+        if self.drives is not None:
+            self.drives.check()
 
     def release_all(self) -> None:
         for block in list(self._visiting.values()):
@@ -194,12 +228,25 @@ class StreamedWeights:
         if self._last is not None and self._last[0] == backward and self._last[1] != index:
             self._next[self._last] = index
         self._last = (backward, index)
-        following = self._next.get(self._last, index - 1 if backward else index + 1)
+        following = self._after(index, backward)
         for other in list(self._visiting.values()):  # what was used before this point of the pass is done
             if other.index not in (index, following) and other.index not in block.callers:
                 self.release(other)
         if 0 <= following < len(self.blocks) and self.device_link is not None:
             self._fetch(self.blocks[following])
+        if self.drives is not None:
+            self._read_ahead(following, self._after(following, backward))
+
+    def _after(self, index: int, backward: bool) -> int:
+        """The block that is likely to be used after another."""
+        return self._next.get((backward, index), index - 1 if backward else index + 1)
+
+    def _read_ahead(self, *indices: int) -> None:
+        """What is on drives of blocks that are used soon comes to host memory."""
+        for index in indices:
+            block = self.blocks[index] if 0 <= index < len(self.blocks) else None
+            if block is not None and block.is_on_drives and (block.stale or not block.here):
+                self.drives.begin(block, self.device_link)
 
     def begin_forward(self, index: int) -> None:
         block = self.blocks[index]
@@ -235,6 +282,13 @@ class StreamedWeights:
         """Forward of the whole model or backward is over: only resident blocks stay."""
         self._last = None
         self.release_all()
+        self.forget_readings()
+        self._check_drives()
+
+    def forget_readings(self) -> None:
+        """What was read ahead is not used."""
+        if self.drives is not None:
+            self.drives.forget_readings()
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -244,6 +298,7 @@ class StreamedWeights:
             self._fetch(block)
             self._arrive(block)
             block.holds += 1
+        self._check_drives()
         return blocks
 
     def scatter(self, blocks: list[Block], write: bool, keep: bool) -> None:
@@ -256,83 +311,37 @@ class StreamedWeights:
 
     def leave_optimizer(self) -> None:
         """The optimizer ends; its memory stays the home of the weights, and what is on the device is its last word."""
-        self.refresh()
-        for entry in self.entry_of.values():
-            entry.wait()
-            if entry.host is None:
-                entry.slot.home.wait_written(entry.slot)
-                entry.host = flat(entry.parameter).cpu()
-            entry.slot = None
-        for block in self.blocks:
-            block.update = None
+        try:
+            self.refresh()
+            for entry in self.entry_of.values():
+                entry.wait()
+        finally:  # an optimizer that has failed is left, too
+            for entry in self.entry_of.values():
+                entry.leave_optimizer()
+            for block in self.blocks:
+                block.update = None
 
     def restore(self) -> None:
         """All weights on the device for good."""
         for block in self.blocks:
+            block.resident = True
             self._fetch(block)
             self._arrive(block)
-            block.resident = True
-            for entry in block.entries:
-                entry.parameter.__class__ = entry.kind
+        self._check_drives()
         self._visiting.clear()
+        for entry in self.entry_of.values():
+            entry.parameter.__class__ = entry.kind
+        self.close()
+
+    def close(self) -> None:
+        """Blocks come and go no more; what is on drives goes."""
         for handle in self.handles:
             handle.remove()
+        if self.drives is not None:
+            self.drives.close()
+            self.drives = None
 
     def forget_holds(self) -> None:
         for block in self.blocks:
             block.holds = 0
         self.release_all()
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
-
-
-def _enter(manager, index, *_):
-    manager = manager()
-    if manager is None:
-        return
-    if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
-        manager.begin_backward(index)
-        return
-    manager.begin_forward(index)
-
-
-def _leave(manager, index, _module, _args, output):
-    manager = manager()
-    if manager is None:
-        return
-    block = manager.blocks[index]
-    if torch.is_grad_enabled() and output is not None:
-        reference = weakref.ref(manager)
-        seen = False
-        for tensor in _tensors(output):
-            seen = True
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(_before_backward, reference, index))
-        if not seen:  # nothing tells when its backward begins: it stays until the next step
-            block.holds += 1
-    if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
-        manager.end_forward(block)
-
-
-def _leave_model(manager, *_):
-    manager = manager()
-    if manager is not None and torch._C._current_graph_task_id() == -1:
-        manager.forget_forwards()
-        manager.end_pass()
-
-
-def _before_backward(manager, index, _gradient):
-    manager = manager()
-    if manager is not None:
-        manager.begin_backward(index)

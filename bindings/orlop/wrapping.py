@@ -1,8 +1,10 @@
-"""Door 2: any nn.Module with the weights of its blocks in host memory, brought to the device block by block."""
+"""Door 2: any nn.Module with the weights of its blocks in host memory or on drives, brought to the device block by
+block."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Mapping
 
@@ -13,13 +15,15 @@ torch = require_torch("orlop.wrap")
 
 from .adamw import AdamW  # noqa: E402
 from .device_link import DeviceLink  # noqa: E402
-from .drive_options import split_config  # noqa: E402
+from .drive_options import param_share, split_config, state_drives  # noqa: E402
+from .drive_weights import DriveWeights, spread  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
 from .older_torch import compile_through_modules  # noqa: E402
 from .streamed_block import Block, Entry  # noqa: E402
 from .streamed_weights import StreamedWeights  # noqa: E402
 
+_log = logging.getLogger("orlop")
 _streams: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +35,13 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     config: "auto", or a mapping, YAML or JSON with limits.gpu: bytes for weights on the device ("24GiB"); as many
         blocks as fit beside two for streaming stay there, and sums of micro-batches as far as they fit beside the
         highest use of memory so far. "auto" takes what is free on a GPU less a reserve. nvme.paths: directories of
-        drives for optimizer states, as nvme= of orlop.AdamW.
+        drives for optimizer states, as nvme= of orlop.AdamW; nvme.param_share: the share of the weights of blocks, 0 to
+        1, that is there, too, so that a model may be larger than host memory (0 by default): transformers maps the file
+        of a model that it loads in the file's dtype, and from there each weight goes to its drive. They come through
+        three slots of host memory, each of the largest block. With nvme=None beside it states stay in host memory, and
+        so do the weights that train. state_dict() reads all weights at once, `parameter.detach()` one: adapters alone
+        are saved by save_pretrained(folder, state_dict={n: p.detach() for n, p in
+        model.named_parameters() if p.requires_grad}).
     blocks: the modules that come and go; by default the members of the outermost ModuleLists.
     device: where the model runs; by default where it is. A model on the CPU (orlop.init) that is larger than the
         GPU is wrapped with device="cuda": its blocks never are there all at once. Its memory is taken over.
@@ -44,6 +54,7 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     if model in _streams:
         raise errors.UsageError("orlop.wrap: this model is wrapped already; orlop.unwrap(model) first")
     config, nvme = split_config(config)
+    share, nvme = param_share(nvme)
     if nvme is not None:
         options = {"nvme": nvme, **options}
     limit = _limit_bytes(config)
@@ -56,17 +67,23 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     modules = find_blocks(model) if blocks is None else list(blocks)
     _check_not_compiled(model, set(modules))
     compile_through_modules()
-    made = _make_blocks(model, modules, names, device)
-    manager = None
+    made: list[Block] = []
+    manager = drives = None
     try:
+        parts = _parts_of_blocks(model, modules, names)
+        trains = optimizer is not None and options.get("nvme") is None  # in host memory, with their states
+        drives = _take_drives(parts, share, nvme, trains)
+        _make_blocks(made, parts, device, drives)
         _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-        manager = StreamedWeights(model, made, _device_link(device, limit))
+        manager = StreamedWeights(model, made, _device_link(device, limit), drives)
         _keep_resident(made, limit, device)
         wrapped = _make_optimizer(model, optimizer, manager, options)
         _own_homes(manager)
         manager.handles += [_guard_loading(block.module, manager) for block in made]
     except BaseException:
         _give_back(model, made, manager, first)
+        if drives is not None:
+            drives.close()
         raise
     _streams[model] = manager
     return model, wrapped
@@ -74,10 +91,11 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
 
 def unwrap(model):
     """Brings all weights back to the device for good; an optimizer is to be closed before."""
-    manager = _streams.pop(model, None)
+    manager = _streams.get(model)
     if manager is None:
         raise errors.UsageError("orlop.unwrap: this model is not wrapped")
     manager.restore()
+    del _streams[model]
     return model
 
 
@@ -119,7 +137,7 @@ def _give_back(model, blocks, manager, device) -> None:
     entries = [entry for block in blocks for entry in block.entries]
     for entry in entries:
         entry.parameter.__class__ = entry.kind
-        if entry.host is not None:
+        if entry.has_home:
             entry.parameter.data = entry.host_view().to(device, copy=True)
     _move_rest(model, {entry.parameter for entry in entries}, device)
 
@@ -128,7 +146,7 @@ def _own_homes(manager) -> None:
     """What the optimizer has not copied is the model's own memory from now on, and what it has, gone."""
     files = MappedFiles()
     for entry in manager.entry_of.values():
-        if entry.slot is None:
+        if entry.slot is None and not entry.is_on_drives:
             entry.host = owned(entry.host, files)
     FreedMemory().give_back()
 
@@ -178,7 +196,8 @@ def _limit_bytes(config) -> int | None:
     return value
 
 
-def _make_blocks(model, modules, names, device) -> list[Block]:
+def _parts_of_blocks(model, modules, names) -> list[tuple[torch.nn.Module, list]]:
+    """Each module with the parameters that come and go with it, and their names."""
     inside = set(model.modules())
     uses: dict[torch.Tensor, int] = {}
     for module in modules:
@@ -198,11 +217,48 @@ def _make_blocks(model, modules, names, device) -> list[Block]:
         raise errors.UsageError(
             f"orlop.wrap: a {type(nested[0]).__name__} of blocks= lies inside another of them"
         )
-    made = []
-    for index, module in enumerate(modules):
-        entries = [Entry(p, names[p]) for p in module.parameters() if uses[p] == 1 and p.numel() > 0]
-        made.append(Block(index, module, entries, device))
-    return made
+    return [
+        (module, [(p, names[p]) for p in module.parameters() if uses[p] == 1 and p.numel() > 0])
+        for module in modules
+    ]
+
+
+def _take_drives(parts, share, nvme, trained_stay) -> DriveWeights | None:
+    """Room on drives for the weights of some blocks, evenly among all; with `trained_stay` of frozen ones alone."""
+    if share == 0:
+        return None
+    wanted = spread([sum(p.nbytes for p, _ in named) for _, named in parts], share)
+    blocks = []
+    for index in wanted:
+        named = [(p, name) for p, name in parts[index][1] if not (trained_stay and p.requires_grad)]
+        if not named:
+            raise errors.UsageError(
+                f"nvme: param_share is {share:g}, but all weights of {parts[index][1][0][1]} and those beside it train "
+                "with optimizer states in host memory; give the states drives too (nvme= of orlop.AdamW, DeepSpeed's "
+                "offload_optimizer.device), or leave param_share out"
+            )
+        blocks.append(named)
+    drives = DriveWeights(state_drives(nvme))
+    try:
+        drives.reserve(blocks)
+    except BaseException:
+        drives.close()
+        raise
+    _log.info(
+        "%.2f GiB of weights in %d of %d blocks are on drives", drives.bytes / 2**30, len(blocks), len(parts)
+    )
+    return drives
+
+
+def _make_blocks(made, parts, device, drives) -> None:
+    """Block after block: what is to lie on drives leaves host memory before the next one is touched."""
+    freed = FreedMemory()
+    for index, (module, named) in enumerate(parts):
+        made.append(Block(index, module, [Entry(p, name) for p, name in named], device))
+        for entry in made[-1].entries:
+            if drives is not None and drives.has_room_for(entry.parameter):
+                entry.move_to(drives)
+                freed.add(entry.bytes)
 
 
 def _make_optimizer(model, optimizer, manager, options):

@@ -15,6 +15,8 @@
 // Adam for tensors that somebody else's training loop owns: what stands behind the PyTorch doors.
 namespace orlop {
 
+class WeightDrives;
+
 struct TensorSpec {
   std::string name;                  // for messages
   DType dtype = DType::kF32;         // of the weights: F32, BF16 or F16
@@ -28,6 +30,11 @@ struct TensorSpec {
   uint64_t seed = 0;           // of stochastic rounding
   // Moments, and what of the master the weights do not hold, live on the optimizer's drives.
   bool on_drives = false;
+  // The weights too live on drives, as weight `drive_weight` of these, where they are what the
+  // master begins with: `weights` is null and on_drives true. An update brings them in and writes
+  // them back.
+  std::shared_ptr<WeightDrives> weight_drives{};
+  int64_t drive_weight = 0;
 };
 
 // The drives behind states that host memory does not hold: files in nvme.paths, one for each

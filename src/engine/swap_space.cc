@@ -1,5 +1,6 @@
 #include "engine/swap_space.h"
 
+#include <atomic>
 #include "base/bytes.h"
 #include "base/check.h"
 
@@ -20,6 +21,11 @@ nvme::SwapperOptions swapper_options(const NvmeConfig& nvme) {
   options.queue.block_bytes = nvme.block_bytes;
   options.queue.depth = static_cast<unsigned>(nvme.queue_depth);
   return options;
+}
+
+int next_swap_owner() {
+  static std::atomic<int> number{0};
+  return number++;
 }
 
 void check_alignment(const nvme::Swapper& swapper) {

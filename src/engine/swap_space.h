@@ -24,6 +24,10 @@ struct SwapOwner {
 // The options of a swapper that a configuration tells: all but its chunks and whose it is.
 nvme::SwapperOptions swapper_options(const NvmeConfig& nvme);
 
+// Of the files of one more owner in this process that is no rank of an engine: several may have
+// theirs in one directory.
+int next_swap_owner();
+
 // Throws unless `swapper` moves memory of which every kDriveAlignment may be the start.
 void check_alignment(const nvme::Swapper& swapper);
 

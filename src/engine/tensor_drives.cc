@@ -1,7 +1,6 @@
 #include "engine/tensor_drives.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -11,6 +10,7 @@
 #include "base/check.h"
 #include "base/completion.h"
 #include "engine/swap_space.h"
+#include "orlop/weight_drives.h"
 #include "zero/step_plan.h"
 
 namespace orlop {
@@ -24,9 +24,9 @@ StatePlanes chunk_planes(int64_t numel, const TensorSpec& spec) {
                       spec.dtype, spec.moment_dtype);
 }
 
-int64_t chunk_numel(const TensorSpec& spec, size_t slot_bytes) {
-  const size_t granule_bytes = chunk_planes(kGranule, spec).rest_bytes;
-  return static_cast<int64_t>(slot_bytes / granule_bytes) * kGranule;
+// Where in a slot the weights of a chunk begin, behind its states.
+size_t weights_offset(const StatePlanes& planes) {
+  return align_up(planes.rest_bytes, kDriveAlignment);
 }
 
 size_t slot_count(const StateDrives& drives) {
@@ -41,12 +41,6 @@ size_t slot_count(const StateDrives& drives) {
   return count;
 }
 
-// Every optimizer of this process has files of its own, also in one directory.
-int next_number() {
-  static std::atomic<int> number{0};
-  return number++;
-}
-
 const std::byte* offset(const void* memory, int64_t elements, DType dtype) {
   return static_cast<const std::byte*>(memory) + static_cast<size_t>(elements) * dtype_bytes(dtype);
 }
@@ -58,7 +52,7 @@ TensorDrives::TensorDrives(const StateDrives& drives)
       update_slots_(slot_count(drives) - 1),
       arena_((update_slots_ + 1) * slot_bytes_) {
   nvme::SwapperOptions options = swapper_options(drives.nvme);
-  options.rank = next_number();
+  options.rank = next_swap_owner();
   options.name_of = [this](const nvme::ChunkKey& key) {
     return fmt::format("'{}'", names_[static_cast<size_t>(key.shard)]);
   };
@@ -66,6 +60,10 @@ TensorDrives::TensorDrives(const StateDrives& drives)
   check_alignment(*swapper_);
   arena_.carve((update_slots_ + 1) * slot_bytes_, "slots of drives", kPageBytes);
   swapper_->register_memory({arena_.data(), (update_slots_ + 1) * slot_bytes_}, slot_bytes_);
+}
+
+TensorDrives::~TensorDrives() {
+  for (const auto& space : spaces_) space->end_updates();
 }
 
 HostUpdates TensorDrives::queue_options() {
@@ -76,12 +74,33 @@ HostUpdates TensorDrives::queue_options() {
   return updates;
 }
 
+// Weights on drives have chunks of their own size, which hold the same elements.
+int64_t TensorDrives::chunk_numel(const TensorSpec& spec) const {
+  if (!hold_weights(spec)) {
+    const size_t granule_bytes = chunk_planes(kGranule, spec).rest_bytes;
+    return static_cast<int64_t>(slot_bytes_ / granule_bytes) * kGranule;
+  }
+  const WeightSpace& space = *spec.weight_drives->space();
+  const size_t element = dtype_bytes(spec.dtype);
+  const auto numel = static_cast<int64_t>(space.chunk_bytes() / element);
+  const size_t taken = weights_offset(chunk_planes(numel, spec)) + space.chunk_bytes();
+  check(
+      taken <= slot_bytes_, ErrorCode::kUsage,
+      "a chunk of '{}', whose weights are on drives, has {} bytes with its states, a slot {}; make "
+      "both with the same slots",
+      spec.name, taken, slot_bytes_);
+  check(space.bytes(spec.drive_weight) == static_cast<size_t>(spec.numel) * element,
+        ErrorCode::kUsage, "'{}' has {} elements of {} bytes, on drives it has {} bytes", spec.name,
+        spec.numel, element, space.bytes(spec.drive_weight));
+  return numel;
+}
+
 void TensorDrives::add(int64_t first, std::span<const TensorSpec> specs) {
   std::vector<std::vector<Chunk>> added(specs.size());
   std::vector<nvme::ChunkSpec> places;
   for (size_t i = 0; i < specs.size(); ++i) {
     if (!hold(specs[i])) continue;
-    const int64_t most = chunk_numel(specs[i], slot_bytes_);
+    const int64_t most = chunk_numel(specs[i]);
     for (int64_t begin = 0; begin < specs[i].numel; begin += most) {
       const int64_t numel = std::min(most, specs[i].numel - begin);
       const StatePlanes planes = chunk_planes(numel, specs[i]);
@@ -97,17 +116,33 @@ void TensorDrives::add(int64_t first, std::span<const TensorSpec> specs) {
   chunks_.resize(static_cast<size_t>(first));
   std::ranges::move(added, std::back_inserter(chunks_));
   versions_.resize(chunks_.size(), 0);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (!hold_weights(specs[i])) continue;
+    const std::shared_ptr<WeightSpace>& space = specs[i].weight_drives->space();
+    versions_[static_cast<size_t>(first) + i] = space->version(specs[i].drive_weight);
+    if (std::ranges::find(spaces_, space) == spaces_.end()) spaces_.push_back(space);
+  }
 }
 
 StateAddress TensorDrives::address(const TensorStore::Tensor& tensor, const Chunk& chunk,
                                    std::byte* memory) {
+  if (hold_weights(tensor.spec)) return {memory + weights_offset(chunk.planes), memory};
   const std::byte* copy = offset(tensor.states.weights, chunk.begin, tensor.spec.dtype);
   return {const_cast<std::byte*>(copy), memory};
 }
 
-SwapPiece TensorDrives::piece(int64_t index, size_t chunk, std::byte* memory) {
-  const size_t bytes = align_up(chunks_of(index)[chunk].planes.rest_bytes, kDriveAlignment);
-  return {{static_cast<int32_t>(index), static_cast<int32_t>(chunk)}, {memory, bytes}};
+std::vector<SwapPiece> TensorDrives::pieces(int64_t index, const TensorStore::Tensor& tensor,
+                                            size_t chunk, std::byte* memory) {
+  const StatePlanes& planes = chunks_of(index)[chunk].planes;
+  const size_t bytes = align_up(planes.rest_bytes, kDriveAlignment);
+  std::vector<SwapPiece> moved{
+      {{static_cast<int32_t>(index), static_cast<int32_t>(chunk)}, {memory, bytes}}};
+  const TensorSpec& spec = tensor.spec;
+  if (hold_weights(spec)) {
+    WeightSpace& space = *spec.weight_drives->space();
+    moved.push_back(space.piece(spec.drive_weight, chunk, memory + weights_offset(planes)));
+  }
+  return moved;
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -133,7 +168,7 @@ std::vector<ChunkUpdate> TensorDrives::update(int64_t index, const TensorStore::
     op.slot = static_cast<int>(next_slot_);
     UpdateOp adam = op;
     adam.parts = {UpdatePart{states, true, tensor.spec.seed, update.hyper}};
-    op.pieces = {piece(index, i, memory)};
+    op.pieces = pieces(index, tensor, i, memory);
     op.is_blank = &chunk.is_blank;
     ChunkUpdate made;
     made.in = {op, tensor.gate()};
@@ -151,6 +186,20 @@ std::vector<ChunkUpdate> TensorDrives::update(int64_t index, const TensorStore::
     next_slot_ = (next_slot_ + 1) % update_slots_;
   }
   return updates;
+}
+
+void TensorDrives::before_updates() {
+  for (const auto& space : spaces_) space->wait_fetches();
+}
+
+void TensorDrives::expect(const TensorStore::Tensor& tensor, uint32_t version) {
+  if (!hold_weights(tensor.spec)) return;
+  tensor.spec.weight_drives->space()->expect(tensor.spec.drive_weight, tensor.gate(), version,
+                                             tensor.arena);
+}
+
+void TensorDrives::flush_weights() {
+  for (const auto& space : spaces_) space->flush();
 }
 
 // ---------------------------------------------------------------------------------------------------
@@ -175,7 +224,25 @@ void TensorDrives::visit(int64_t index, const TensorStore::Tensor& tensor, int64
   }
 }
 
+void TensorDrives::adopt_on_drives(int64_t index, const TensorStore::Tensor& tensor,
+                                   const std::byte* weights) {
+  std::vector<Chunk>& chunks = chunks_of(index);
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const std::byte* given = offset(weights, chunks[i].begin, tensor.spec.dtype);
+    const AdamShard states = load(index, tensor, i);
+    const StateAddress at = address(tensor, chunks[i], own_slot());
+    const size_t bytes = static_cast<size_t>(chunks[i].numel) * dtype_bytes(tensor.spec.dtype);
+    const bool differs = std::memcmp(at.copy, given, bytes) != 0;
+    if (!adopt_weights(states, given) && !differs) continue;
+    loaded_->is_dirty = true;
+    chunks[i].is_blank = false;
+  }
+  settle();  // who fetches reads the drive
+}
+
 void TensorDrives::adopt(int64_t index, const TensorStore::Tensor& tensor, const void* weights) {
+  if (hold_weights(tensor.spec))
+    return adopt_on_drives(index, tensor, static_cast<const std::byte*>(weights));
   std::vector<Chunk>& chunks = chunks_of(index);
   for (size_t i = 0; i < chunks.size(); ++i) {
     const Chunk& chunk = chunks[i];
@@ -213,38 +280,50 @@ AdamShard TensorDrives::load(int64_t index, const TensorStore::Tensor& tensor, s
   if (is_loaded(index, chunk)) return states;
   settle();
   loaded_.reset();
-  const Loaded loading{index, chunk, versions_[static_cast<size_t>(index)], false};
+  Loaded loading{index, chunk, versions_[static_cast<size_t>(index)], false,
+                 pieces(index, tensor, chunk, own_slot())};
+  const std::span<const SwapPiece> all = loading.pieces;
   if (wanted.is_blank) {
+    move(loading, all.subspan(1), false);  // the weights, if they are there
     std::memset(own_slot(), 0, wanted.planes.rest_bytes);
     mend_master(states, 1);
   } else {
-    move(loading, false);
+    move(loading, all, false);
   }
-  loaded_ = loading;
+  loaded_ = std::move(loading);
   return states;
 }
 
 void TensorDrives::settle() {
   if (!loaded_ || !loaded_->is_dirty) return;
-  const Loaded changed = *std::exchange(loaded_, std::nullopt);  // after an error it is lost
-  move(changed, true);
-  loaded_ = changed;
-  loaded_->is_dirty = false;
+  Loaded changed = *std::exchange(loaded_, std::nullopt);  // after an error it is lost
+  move(changed, changed.pieces, true);
+  changed.is_dirty = false;
+  loaded_ = std::move(changed);
 }
 
-void TensorDrives::move(const Loaded& chunk, bool writes) {
-  const SwapPiece moved = piece(chunk.tensor, chunk.chunk, own_slot());
-  const nvme::SwapRequest request{moved.key, chunk.version, 0};
-  Completion<> ended;
-  const auto done = [ended](const std::exception_ptr& error) mutable {
-    error ? ended.set_error(error) : ended.set_value();
-  };
-  if (writes) {
-    swapper_->swap_out(request, moved.memory, done);
-  } else {
-    swapper_->swap_in(request, moved.memory, done);
+void TensorDrives::move(const Loaded& chunk, std::span<const SwapPiece> pieces, bool writes) {
+  std::vector<Completion<>> transfers;
+  for (const SwapPiece& piece : pieces) {
+    nvme::Swapper& swapper = piece.swapper != nullptr ? *piece.swapper : *swapper_;
+    const nvme::SwapRequest request{piece.key, chunk.version, 0};
+    Completion<> ended;
+    const auto done = [ended](const std::exception_ptr& error) mutable {
+      error ? ended.set_error(error) : ended.set_value();
+    };
+    if (writes) {
+      swapper.swap_out(request, piece.memory, done);
+    } else {
+      swapper.swap_in(request, piece.memory, done);
+    }
+    transfers.push_back(ended);
   }
-  ended.wait();
+  std::exception_ptr error;
+  for (const Completion<>& transfer : transfers) {
+    const std::exception_ptr failure = transfer.wait_error();
+    if (!error) error = failure;
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace orlop

@@ -77,7 +77,7 @@ void TensorHomes::visit(int64_t index, int64_t first, int64_t numel, const Tenso
 // That of fp32 is the weights.
 void TensorHomes::visit_master(int64_t index, const TensorDrives::Use& use) {
   const TensorStore::Tensor& tensor = store_.at(index);
-  if (tensor.spec.dtype == DType::kF32) {
+  if (tensor.spec.dtype == DType::kF32 && !TensorDrives::hold_weights(tensor.spec)) {
     use(whole(tensor), 0);
   } else {
     visit(index, 0, tensor.spec.numel, use);
@@ -113,6 +113,7 @@ void TensorHomes::write_master(int64_t index, std::span<const float> values) {
     orlop::write_master(states, part_of(values, 0, states, begin));
     return true;
   });
+  if (TensorDrives::hold_weights(store_.at(index).spec)) settle();  // who fetches reads the drive
 }
 
 void TensorHomes::read_state(int64_t index, StatePlane plane, int64_t first,

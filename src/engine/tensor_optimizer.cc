@@ -77,6 +77,7 @@ class TensorOptimizer::Impl {
     auto batch = std::make_shared<UpdateBatch>();
     batch->scalars.grad_scale = grad_scale;
     homes_.settle();
+    if (homes_.drives() != nullptr) homes_.drives()->before_updates();
     UpdateOrder order(batch->updates, homes_.drives() ? homes_.drives()->ahead() : 0);
     std::set<int64_t> on_drives;
     for (const TensorUpdate& update : updates) {
@@ -103,7 +104,10 @@ class TensorOptimizer::Impl {
       order.add(std::move(adam));
     }
     order.finish();
-    return submit(std::move(batch), step);
+    const uint32_t version = submit(std::move(batch), step);
+    for (const int64_t index : on_drives)
+      homes_.drives()->expect(homes_.store().at(index), version);
+    return version;
   }
 
   uint32_t accumulate(int64_t index, std::span<float> sum, bool add, bool last, Fence arrived) {
@@ -154,6 +158,7 @@ class TensorOptimizer::Impl {
   void synchronize() {
     homes_.settle();
     queue_.wait_idle();
+    if (homes_.drives() != nullptr) homes_.drives()->flush_weights();
   }
 
  private:

@@ -30,6 +30,9 @@ void check_spec(const TensorSpec& spec) {
         dtype_name(spec.moment_dtype));
   check(spec.numel >= 0, ErrorCode::kUsage, "tensor '{}': numel = {} is negative", spec.name,
         spec.numel);
+  check(spec.weight_drives == nullptr || (spec.on_drives && spec.weights == nullptr),
+        ErrorCode::kUsage, "tensor '{}': weights on drives need states on drives, and no memory",
+        spec.name);
   check(reinterpret_cast<uintptr_t>(spec.weights) % dtype_bytes(spec.dtype) == 0, ErrorCode::kUsage,
         "tensor '{}': weights at {} are not aligned to their {} bytes", spec.name, spec.weights,
         dtype_bytes(spec.dtype));
@@ -43,7 +46,8 @@ struct PlaneBytes {
 PlaneBytes plane_bytes(const TensorSpec& spec) {
   const auto numel = static_cast<size_t>(spec.numel);
   const size_t beside = spec.on_drives ? 0 : numel;  // elements whose states are beside the weights
-  return {.weights = spec.weights == nullptr ? numel * dtype_bytes(spec.dtype) : 0,
+  const bool keeps_copy = spec.weights == nullptr && spec.weight_drives == nullptr;
+  return {.weights = keeps_copy ? numel * dtype_bytes(spec.dtype) : 0,
           .lo = spec.dtype == DType::kBF16 ? 2 * beside : 0,
           .master = spec.dtype == DType::kF16 ? 4 * beside : 0,
           .moment = beside * dtype_bytes(spec.moment_dtype),

@@ -136,21 +136,23 @@ void OptimizerQueue::start_transfers(const UpdateOp& op, const UpdateJob& job) {
   Slot& slot = slots_[static_cast<size_t>(op.slot)];
   const bool reads = op.kind == UpdateOp::Kind::kSwapIn;
   if (!reads && slot.is_unchanged) return;
-  if (reads && op.is_blank != nullptr && *op.is_blank) {
-    for (const SwapPiece& piece : op.pieces) std::ranges::fill(piece.memory, std::byte{0});
-    return;
-  }
+  const bool is_blank = reads && op.is_blank != nullptr && *op.is_blank;
   if (op.is_blank != nullptr) *op.is_blank = *op.is_blank && reads;
   int64_t& version = (*updates_.versions)[static_cast<size_t>(op.param)];
   for (const SwapPiece& piece : op.pieces) {
+    if (is_blank && piece.swapper == nullptr) {
+      std::ranges::fill(piece.memory, std::byte{0});
+      continue;
+    }
+    nvme::Swapper& swapper = piece.swapper != nullptr ? *piece.swapper : *updates_.swapper;
     Completion<> moved;
     const auto done = [moved](const std::exception_ptr& error) mutable {
       error ? moved.set_error(error) : moved.set_value();
     };
     if (reads) {
-      updates_.swapper->swap_in({piece.key, version, 0}, piece.memory, done);
+      swapper.swap_in({piece.key, version, 0}, piece.memory, done);
     } else {
-      updates_.swapper->swap_out({piece.key, job.version, 0}, piece.memory, done);
+      swapper.swap_out({piece.key, job.version, 0}, piece.memory, done);
     }
     slot.transfers.push_back(moved);
   }

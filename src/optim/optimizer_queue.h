@@ -36,6 +36,9 @@ struct UpdatePart {
 struct SwapPiece {
   nvme::ChunkKey key;
   std::span<std::byte> memory;
+  // Whose chunk it is, where that is not the swapper of the updates: a compute copy on drives of
+  // its own, which is never blank.
+  nvme::Swapper* swapper = nullptr;
 };
 
 // One operation of the update on the host. States that are at home in memory are updated by one

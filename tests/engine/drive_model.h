@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "base/half.h"
 #include "orlop/error.h"
 #include "orlop/tensor_optimizer.h"
+#include "orlop/weight_drives.h"
 
 namespace orlop::test {
 
@@ -38,10 +40,14 @@ inline Bytes random_values(int64_t numel, DType dtype, uint32_t seed) {
   return bytes;
 }
 
-// One tensor of each size, whose weights are the caller's or the optimizer's own.
+// One tensor of each size, whose weights are the caller's, the optimizer's own or on drives.
 struct Model {
-  Model(TensorOptimizer& made_for, DType type, DType moments, bool on_drives, bool own = false)
-      : optimizer(made_for), dtype(type), moment_dtype(moments) {
+  Model(TensorOptimizer& made_for, DType type, DType moments, bool on_drives, bool own = false,
+        std::shared_ptr<WeightDrives> weights_on = nullptr)
+      : optimizer(made_for),
+        dtype(type),
+        moment_dtype(moments),
+        weight_drives(std::move(weights_on)) {
     std::vector<TensorSpec> specs;
     for (const int64_t numel : kSizes) {
       weights.push_back(random_values(numel, dtype, static_cast<uint32_t>(numel)));
@@ -53,6 +59,14 @@ struct Model {
       spec.weights = own ? nullptr : weights.back().data();
       spec.seed = static_cast<uint64_t>(numel);
       spec.on_drives = on_drives;
+      on_weight_drives.push_back(-1);
+      if (weight_drives != nullptr && numel > 0) {
+        const DriveWeight place{spec.name, weights.back().size()};
+        spec.weights = nullptr;
+        spec.weight_drives = weight_drives;
+        spec.drive_weight = on_weight_drives.back() = weight_drives->add({&place, 1});
+        weight_drives->write(spec.drive_weight, weights.back());
+      }
       specs.push_back(spec);
     }
     first = optimizer.add(specs);
@@ -97,12 +111,18 @@ struct Model {
   Bytes copy(size_t i) const {
     const TensorStates states = optimizer.states(index(i));
     Bytes values(weights[i].size());
+    if (on_weight_drives[i] >= 0) {
+      weight_drives->read(on_weight_drives[i], values);
+      return values;
+    }
     if (!values.empty()) std::memcpy(values.data(), states.weights, values.size());
     return values;
   }
 
   TensorOptimizer& optimizer;
   DType dtype, moment_dtype;
+  std::shared_ptr<WeightDrives> weight_drives;
+  std::vector<int64_t> on_weight_drives;  // by tensor: its index there, or -1
   int64_t first = 0;
   std::vector<Bytes> weights;
   std::deque<Bytes> gradients;

@@ -140,6 +140,7 @@ class HostLink:
         self.device, self.unpinned_bytes, self.is_pinned = device, 0, True
         self.room, self.states = Room(HostLink.room_bytes if limit is None else limit), HostStates()
         self.up = None
+        self.brought = Updated(None)  # the last of what came up for blocks
         self.pending = []
         self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
@@ -148,6 +149,9 @@ class HostLink:
         self.ranges = ranges
 
     pin_no_more_than = pin
+
+    def unpin_ranges(self, ranges):
+        self.make_current_stream_wait()
 
     def unpin(self):
         self.make_current_stream_wait()
@@ -183,6 +187,9 @@ class HostLink:
             arrival.synchronize()
 
     def fence(self, arrival):
+        if isinstance(arrival, Updated):
+            arrival.synchronize()
+            return 0, 0
         return (0, 0) if arrival is None else (ctypes.cast(arrival.wait, ctypes.c_void_p).value, 0)
 
     def read_weights(self, parameter):
@@ -219,7 +226,15 @@ class HostLink:
         if update is not None:
             home, _ = update
             home.native.wait([home.index])
-        return Updated((lambda: torch._foreach_copy_(into, homes)) if into else None)
+        before, self.brought = self.brought, Updated(None)
+
+        def copy():
+            before.synchronize()
+            if into:
+                torch._foreach_copy_(into, homes)
+
+        self.brought.work = copy
+        return self.brought
 
     def wait_upload(self, slot):
         for thread in self.pending:

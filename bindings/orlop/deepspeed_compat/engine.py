@@ -31,7 +31,7 @@ def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) 
     dtype = torch.float16 if config["fp16.enabled"] else torch.bfloat16 if config["bf16.enabled"] else None
     if dtype is not None:
         model.to(dtype)
-    streams = config[f"{_ZERO}.offload_param.device"] == "cpu"
+    streams = config[f"{_ZERO}.offload_param.device"] != "none"
     optimizer = (stream_weights if streams else make_optimizer)(config, model, optimizer, parameters)
     if callable(scheduler) and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         scheduler = scheduler(optimizer)

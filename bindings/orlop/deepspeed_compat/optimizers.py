@@ -26,7 +26,7 @@ def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
         "moments": "bf16" if config["bf16.bf16_optimizer_states"] else "fp32",
         "module": model if hidden else None,
         "states": "auto" if config[f"{_ZERO}.offload_optimizer.device"] == "none" else "host",
-        "nvme": _drives(config),
+        "nvme": _drives(config, "offload_optimizer"),
     }
     share = f"{_ZERO}.offload_optimizer.cpuadam_cores_perc"
     if any(finding.path == share for finding in config.findings):
@@ -34,14 +34,15 @@ def _optimizer_options(config: DeepSpeedConfig, model: torch.nn.Module) -> dict:
     return options
 
 
-def _drives(config: DeepSpeedConfig) -> dict | None:
-    """The drives of offload_optimizer; block and depth are this project's own where the file gives none."""
-    if config[f"{_ZERO}.offload_optimizer.device"] != "nvme":
+def _drives(config: DeepSpeedConfig, section: str) -> dict | None:
+    """The drives of offload_optimizer or offload_param; block and depth are this project's own where the file gives
+    none."""
+    if config[f"{_ZERO}.{section}.device"] != "nvme":
         return None
     given = {finding.path for finding in config.findings}
     keys = {"block": "aio.block_size", "queue_depth": "aio.queue_depth"}
     return {
-        "paths": config[f"{_ZERO}.offload_optimizer.nvme_path"],
+        "paths": config[f"{_ZERO}.{section}.nvme_path"],
         **{key: config[path] for key, path in keys.items() if path in given},
     }
 
@@ -88,4 +89,6 @@ def stream_weights(config, model, optimizer, parameters):
         kind = torch.optim.AdamW if _is_adamw(config) else torch.optim.Adam
         optimizer = kind(parameters, **_hyperparameters(config))
     device = "cuda" if torch.cuda.is_available() else None
-    return wrapping.wrap(model, optimizer, device=device, **options)[1]
+    drives = _drives(config, "offload_param")
+    where = "auto" if drives is None else {"nvme": {**drives, "param_share": 1.0}}
+    return wrapping.wrap(model, optimizer, where, device=device, **options)[1]
