@@ -32,6 +32,7 @@ class Reading:
 
     def __init__(self, native, ticket: int, slot: _Slot, block):
         self.native, self.index, self.slot = native, ticket, slot
+        self.version_address = native.written_address(0)  # of the word that says which tickets have ended
         self._block = weakref.ref(block)
 
     def drop(self) -> None:
@@ -112,7 +113,7 @@ class DriveWeights:
         indices = [entry.index for entry in block.entries if entry.is_on_drives]
         fence = (0, 0) if link is None else link.fence(slot.left)
         block.reading = Reading(self.native, self.native.fetch(indices, slot.index, *fence), slot, block)
-        ended = ctypes.c_uint32.from_address(self.native.written_address(0)).value
+        ended = ctypes.c_uint32.from_address(block.reading.version_address).value
         slot.begin(block.reading, ended)
         self.fetches += 1
 

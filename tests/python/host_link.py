@@ -203,7 +203,7 @@ class HostLink:
 
     def upload(self, slots, version):
         last = slots[-1].home
-        written = last.native.written_address(last.index)
+        written = last.version_address
         assert self._is_pinned(written, 4)
         self._check_pinned(slot.home.weights for slot in slots)
         gate = ctypes.c_uint32.from_address(written)
@@ -224,8 +224,9 @@ class HostLink:
     def bring(self, update, make_room):
         into, homes = make_room()
         if update is not None:
-            home, _ = update
+            home, version = update
             home.native.wait([home.index])
+            assert ctypes.c_uint32.from_address(home.version_address).value >= version  # what a stream would wait for
         before, self.brought = self.brought, Updated(None)
 
         def copy():
