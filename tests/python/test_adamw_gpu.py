@@ -303,7 +303,7 @@ def test_a_thousand_steps_leave_nothing_behind(wrapped):
 
 def test_forked_workers_leave_the_optimizer_alone():
     """Case B-05: children that inherit pinned memory end without a word."""
-    from test_adamw_contract import run_python
+    from adamw_pair import run_python
 
     result = run_python(
         """

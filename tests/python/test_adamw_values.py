@@ -1,0 +1,294 @@
+"""What is not finite, and what users read and write of an orlop.AdamW."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from adamw_pair import GRADIENTS, backward, pair  # noqa: E402
+
+import orlop  # noqa: E402
+
+# --- N-06, N-07, U-05: NaN and Inf ----------------------------------------------------------------
+
+
+@GRADIENTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_bad_step_is_left_out_as_a_whole(bad, dtype, gradients, caplog):
+    """Cases N-06, U-05: masters, moments, counters and weights keep their bits; the message names it."""
+    params = [torch.nn.Parameter(torch.ones(5, dtype=dtype)), torch.nn.Parameter(torch.ones(3, dtype=dtype))]
+    optimizer = orlop.AdamW(params, gradients=gradients)
+    for step in range(3):
+        for p in params:
+            backward(p, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = copy.deepcopy(optimizer.state_dict()["state"]), [p.detach().clone() for p in params]
+    backward(params[0])
+    (params[1] * torch.tensor([1.0, bad, 1.0], dtype=dtype)).sum().backward()
+    optimizer.step()
+    assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (True, 1)
+    after = optimizer.state_dict()["state"]
+    for i, p in enumerate(params):
+        assert torch.equal(p, before[1][i])
+        assert all(torch.equal(after[i][key], before[0][i][key]) for key in after[i])
+    assert "parameter 1 of group 0" in caplog.text
+    assert "scale" not in caplog.text
+    optimizer.zero_grad()
+    backward(params[0])
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
+def test_bad_step_raises_or_applies():
+    """Case N-06: the strict mode, and torch's own behaviour."""
+    (p, optimizer), _ = pair(nonfinite="raise")
+    p.grad = torch.full_like(p, float("nan"))
+    with pytest.raises(orlop.NonFiniteError, match="parameter 0 of group 0"):
+        optimizer.step()
+    (ours, optimizer), (theirs, reference) = pair(nonfinite="apply")
+    for q, o in ((ours, optimizer), (theirs, reference)):
+        q.grad = torch.ones_like(q)
+        q.grad[2] = float("nan")
+        o.step()
+    torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+@GRADIENTS
+def test_loss_scale_recovers_and_ends(gradients):
+    """Case N-07: overflow of the scaled gradient alone halves the scale; NaN for ever ends with an error."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = orlop.AdamW([p], gradients=gradients)
+    scaler = orlop.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000, max_failures=3)
+    weight = torch.full((4,), 2.0**115)
+    losses = 0
+    for _ in range(20):
+        scaler.scale((p * weight).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses += int(not torch.equal(p, torch.ones(4)))
+    assert scaler.get_scale() == 2.0**12
+    assert losses == 16
+    with pytest.raises(orlop.NonFiniteError, match="gradient of parameter 0 of group 0"):
+        for _ in range(100):
+            scaler.scale((p * float("nan")).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() == 1.0
+
+
+@GRADIENTS
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, orlop.GradScaler])
+def test_scalers_unscale_and_clip(scaler_class, gradients):
+    """Case B-02: both scalers, with clipping in between, give the unscaled training."""
+    (ours, optimizer), (theirs, reference) = pair(gradients=gradients)
+    scaler = scaler_class("cpu", init_scale=1024.0)
+    for step in range(5):
+        backward(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_([theirs], 0.5)
+        reference.step()
+        reference.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        scaler.scale((ours * torch.randn(ours.shape, generator=generator)).sum()).backward()
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), norm, atol=1e-6, rtol=1e-5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_fp16_parameters_and_scalers():
+    """Gradients of fp16 weights are unscaled in fp32 once they have left, so that none is lost below fp16's
+    smallest number; in place torch refuses them, and so do both scalers."""
+    tiny = 2.0**-26  # as an fp16 number 0; scaled by 2^16 exact
+
+    def start(scaler_class, gradients):
+        p = torch.nn.Parameter(torch.ones(64, dtype=torch.float16))
+        optimizer = orlop.AdamW([p], lr=0.25, weight_decay=0.0, eps=1e-12, gradients=gradients)
+        scaler = scaler_class("cpu", init_scale=2.0**16)
+        scaler.scale((p.float() * tiny).sum()).backward()
+        return p, optimizer, scaler
+
+    for scaler_class, gradients in itertools.product(
+        [torch.amp.GradScaler, orlop.GradScaler], ["stay", "leave"]
+    ):
+        p, optimizer, scaler = start(scaler_class, gradients)
+        if scaler_class is torch.amp.GradScaler or gradients == "stay":
+            with pytest.raises(ValueError, match="unscale FP16"):
+                scaler.unscale_(optimizer)
+            continue
+        scaler.unscale_(optimizer)
+        assert float(optimizer.clip_grad_norm_(1e9)) == 8 * tiny
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(p.float(), torch.full((64,), 0.75), atol=1e-3, rtol=0)
+        optimizer.zero_grad()
+        scaler.scale((p.float() * float("inf")).sum()).backward()
+        before = p.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(p, before)
+        assert scaler.get_scale() == 2.0**15
+
+
+# --- N-14, B-08, B-09, U-06: what a user reads and writes ----------------------------------------
+
+
+@GRADIENTS
+@pytest.mark.parametrize("clip", ["ours", "torch"])
+def test_edited_gradients_count(clip, gradients):
+    """Cases N-14, U-06: ten times the gradient, then clipping; the norm is that before clipping."""
+    (ours, optimizer), (theirs, reference) = pair(gradients=gradients)
+    for step in range(4):
+        for p in (ours, theirs):
+            backward(p, step)
+            p.grad.mul_(10)
+        expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+        norm = (
+            optimizer.clip_grad_norm_(1.0) if clip == "ours" else torch.nn.utils.clip_grad_norm_([ours], 1.0)
+        )
+        torch.testing.assert_close(norm, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(optimizer.gradient(ours), theirs.grad, atol=1e-6, rtol=1e-5)
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda g: g.add_(1.0),
+        lambda g: g.clamp_(-0.1, 0.1),
+        lambda g: g.__setitem__(slice(0, 2), 0.0),
+        lambda g: torch.add(g, 1.0, out=g),
+        lambda g: g.copy_(g * 2 + 1),
+        lambda g: g.div_(3.0),
+        lambda g: g.mul_(torch.linspace(0, 1, 6)),
+    ],
+    ids=["add", "clamp", "setitem", "out", "copy", "div", "mul_tensor"],
+)
+def test_any_edit_of_a_gradient_that_has_left(edit):
+    """Case N-14: what stands in p.grad can be read and changed as a tensor."""
+    (ours, optimizer), (theirs, reference) = pair(gradients="leave")
+    for p, o in ((ours, optimizer), (theirs, reference)):
+        backward(p, 1)
+        backward(p, 2)
+        edit(p.grad)
+        o.step()
+        o.zero_grad()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_gradient_that_has_left_reads_as_a_tensor():
+    """Case B-08: shape, dtype, device, values, norm."""
+    p = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    optimizer = orlop.AdamW([p], gradients="leave")
+    (p**2).sum().backward()
+    expected = 2 * p.detach()
+    assert (p.grad.shape, p.grad.dtype, p.grad.device) == (p.shape, p.dtype, p.device)
+    assert type(p.grad).__name__ == "OffloadedGradient"
+    assert torch.equal(p.grad + 0, expected)
+    assert torch.equal(p.grad.cpu(), expected)
+    assert torch.equal(p.grad[1], expected[1])
+    assert float(p.grad.norm()) == pytest.approx(float(expected.norm()))
+    assert p.grad.abs().max() == expected.max()
+    assert torch.isfinite(p.grad).all()
+    assert "OffloadedGradient" in repr(p.grad)
+    stale = p.grad
+    optimizer.zero_grad()
+    with pytest.raises(orlop.UsageError, match="dropped"):
+        stale.norm()
+
+
+@GRADIENTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_masters_and_moments_are_within_reach(dtype, gradients):
+    """Case B-08: read after backward and after step; write a master."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4).to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2, gradients=gradients)
+    weight = torch.linspace(1, 2, 12).view(3, 4).to(dtype)
+    (p * weight).sum().backward()
+    assert torch.equal(optimizer.gradient(p), weight)
+    optimizer.step()
+    state = optimizer.state[p]
+    assert state["exp_avg"].shape == p.shape
+    torch.testing.assert_close(state["exp_avg"], 0.1 * weight.float())
+    assert torch.equal(optimizer.master(p).to(dtype), p.detach())
+    target = torch.linspace(-3, 3, 12).view(3, 4) * 1.001
+    optimizer.set_master(p, target)
+    assert torch.equal(optimizer.master(p), target)
+    torch.testing.assert_close(p.detach().float(), target, atol=0, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("change", ["halve", "zero", "assign", "replace"])
+def test_weights_changed_in_place_are_where_the_next_step_starts(change, through_data, dtype):
+    """Case B-09: with and without autograd's version counter."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter((torch.randn(300) * 3).to(dtype))
+    optimizer = orlop.AdamW([p], lr=1e-2)
+    for step in range(3):
+        backward(p, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = p.detach().clone()
+    with torch.no_grad():
+        target = p.data if through_data else p
+        if change == "halve":
+            target.mul_(0.5)
+        elif change == "zero":
+            target[::2] = 0.0
+        elif change == "assign":
+            target.copy_(torch.randn(300))
+        else:
+            p.data = torch.randn(300).to(dtype)
+    changed = p.detach().clone()
+    optimizer.param_groups[0].update(lr=0.0)
+    backward(p)
+    optimizer.step()
+    assert torch.equal(p, changed)
+    half_a_unit = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    master = optimizer.master(p)
+    torch.testing.assert_close(master, changed.float(), atol=1e-40, rtol=half_a_unit)
+    if dtype == torch.float16:
+        written = before != changed
+        assert torch.equal(master[written], changed[written].float())
+
+
+def test_step_counts_as_an_in_place_change():
+    """Autograd refuses a backward through weights that a step has changed, as with torch."""
+    (p, optimizer), _ = pair()
+    kept = (p**2).sum()
+    backward(p)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_moved_and_converted_parameters():
+    """module.to() after the optimizer was made: states follow, masters come from the new weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = optimizer.state[model.weight]["exp_avg"].clone()
+    model.to(torch.bfloat16)
+    optimizer.param_groups[0]["lr"] = 0.0
+    expected = model.weight.detach().clone()
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, expected)
+    assert int(optimizer.state[model.weight]["step"]) == 2
+    torch.testing.assert_close(optimizer.state[model.weight]["exp_avg"], 0.9 * moments + 0.1 * 2.0)

@@ -1,0 +1,322 @@
+"""DeepSpeed's initialize, states by parameter, zero, aio, and checkpoints that resume."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from deepspeed_net import Net, assert_close, data, make, plain, train, usual_log_level, weights  # noqa: E402, F401
+
+import orlop  # noqa: E402
+from orlop import deepspeed_compat as deepspeed  # noqa: E402
+
+# --- initialize -----------------------------------------------------------------------------------
+
+
+def test_initialize_with_data_and_arguments(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "gradient_accumulation_steps": 2, optimizer: {type: AdamW}}')
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    dataset = [data(i) for i in range(10)]
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args=args,
+        model=Net(),
+        training_data=dataset,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 3),
+    )
+    assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler
+    assert [len(x) for x, _ in loader] == [4, 4, 2]
+    assert engine.get_lr() == [5e-4]
+
+
+def test_mistakes_are_named(monkeypatch):
+    with pytest.raises(orlop.UsageError, match="model is missing"):
+        deepspeed.initialize(config={})
+    with pytest.raises(orlop.UsageError, match="config is missing"):
+        deepspeed.initialize(model=Net())
+    with pytest.raises(orlop.UsageError, match="mpu"):
+        deepspeed.initialize(model=Net(), config={}, mpu=object())
+    engine, *_ = deepspeed.initialize(model=Net(), config={})
+    with pytest.raises(orlop.UsageError, match="no optimizer"):
+        engine.step()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(orlop.UsageError, match="started 2"):
+        deepspeed.initialize(model=Net(), config={})
+
+
+# --- utils, zero, aio -----------------------------------------------------------------------------
+
+
+def test_states_by_parameter():
+    """Case B-08: gradients, masters and moments through safe_get and safe_set."""
+    engine = make(bf16={"enabled": True}, zero_optimization={"stage": 3})
+    p = engine.module.inp.weight
+    u = deepspeed.utils
+    x, y = data(0, torch.bfloat16)
+    engine.backward(((engine(x).float() - y) ** 2).mean())
+    gradient = u.safe_get_full_grad(p)
+    assert gradient.dtype == torch.float32 and gradient.abs().sum() > 0
+    assert u.safe_get_full_optimizer_state(p, "exp_avg") is None
+    u.safe_set_full_grad(p, 2 * gradient)
+    u.safe_update_full_grad_vectorized([engine.module.out.weight], lambda g, _: torch.zeros_like(g))
+    engine.step()
+    torch.testing.assert_close(u.safe_get_full_optimizer_state(p, "exp_avg"), 0.2 * gradient)
+    assert not u.safe_get_full_optimizer_state(engine.module.out.weight, "exp_avg").any()
+    master = u.safe_get_full_fp32_param(p)
+    assert torch.equal(master.to(torch.bfloat16), p)
+    u.safe_set_full_fp32_param(p, master * 3)
+    assert torch.equal(u.safe_get_full_fp32_param(p), master * 3)
+    u.safe_set_full_optimizer_state(p, torch.ones_like(master), "exp_avg_sq")
+    assert (u.safe_get_local_optimizer_state(p, "exp_avg_sq") == 1).all()
+    assert u.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1))) is None
+    assert u.set_z3_leaf_modules(engine.module, [torch.nn.Linear])
+
+
+def test_zero_init_and_gathered_parameters():
+    """Cases M-12, B-09: weights are born in 16 bit; what is written while gathered is where the step starts."""
+    before = torch.get_default_dtype()
+    with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        model = Net()
+    assert torch.get_default_dtype() == before
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    engine = make(model, bf16={"enabled": True}, zero_optimization={"stage": 3})
+    train(engine, 2)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        model.inp.weight.zero_()
+        model.inp.weight[0, 0] = 1.0
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    train(engine, 1)
+    assert model.inp.weight.sum() == 1.0
+    with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped:
+        assert unwrapped is model
+
+
+def test_aio_handle(tmp_path):
+    handle = deepspeed.ops.aio.aio_handle(block_size=1 << 16, queue_depth=8)
+    assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_intra_op_parallelism()) == (
+        1 << 16,
+        8,
+        1,
+    )
+    assert handle.get_alignment() > 0
+    tensor = torch.arange(300_001, dtype=torch.int32)
+    path = str(tmp_path / "t.bin")
+    assert handle.sync_pwrite(tensor, path) == 1
+    back = torch.zeros_like(tensor)
+    assert handle.async_pread(back, path) == 0
+    assert handle.wait() == 1 and torch.equal(back, tensor)
+    half = torch.zeros(1000, dtype=torch.int32)
+    with open(path, "rb") as file:
+        handle.async_pread(half, file.fileno(), 4000)
+        handle.wait()
+    assert torch.equal(half, tensor[1000:2000])
+    locked = handle.new_cpu_locked_tensor(5000, torch.empty(0, dtype=torch.float16))
+    assert locked.dtype == torch.float16 and not locked.any()
+    assert handle.write(locked, path, validate=True) == 1
+    assert handle.free_cpu_locked_tensor(locked) and not handle.free_cpu_locked_tensor(tensor)
+    with pytest.raises(orlop.IoError, match="missing"):
+        handle.read(back, str(tmp_path / "missing"))
+    with pytest.raises(orlop.UsageError, match="contiguous"):
+        handle.read(torch.ones(4, 4).t()[1:], path)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_resume_equals_straight_run(precision, tmp_path):
+    """Cases C-07, C-08, C-10: new engine, and the one that saved; steps, scale, schedule, client state."""
+    options = {precision: {"enabled": True}} if precision else {}
+    options["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 30}}
+    engine = make(**options)
+    train(engine, 10)
+    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "names": ["a"]})
+    expected = train(engine, 10, first=10)
+    final = weights(engine)
+    for other in (make(**options), engine):
+        path, client = other.load_checkpoint(tmp_path)
+        assert path.endswith("global_step10") and client == {"epoch": 3, "names": ["a"]}
+        assert other.global_steps == 10
+        other.save_checkpoint(tmp_path / "again", tag="x")
+        assert train(other, 10, first=10) == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights(other), final, strict=True))
+    for name in ("model", "optimizer"):
+        first = (tmp_path / "global_step10" / f"{name}.safetensors").read_bytes()
+        assert first == (tmp_path / "again" / "x" / f"{name}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("phase", range(4))
+def test_resume_inside_an_accumulation_window(phase, precision, streams, tmp_path):
+    """Case N-04: a checkpoint has the gradients of the window under way, in a new engine and, where others wait, in
+    the one that saved."""
+    options = {precision: {"enabled": True}} if precision else {}
+    options["gradient_accumulation_steps"] = 4
+    if streams:
+        options["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+    engine = make(**options)
+    train(engine, 8 + phase)
+    engine.save_checkpoint(tmp_path)
+    assert (tmp_path / "global_step2" / "gradients.safetensors").exists() == (phase > 0)
+    expected = train(engine, 12 - phase, first=8 + phase)
+    final = [value.clone() for value in engine.module_state_dict().values()]
+    train(engine, 3, first=50)  # gradients that are not the checkpoint's
+    tolerance = {None: 1e-6, "bf16": 1e-2, "fp16": 1e-3}[precision] if phase else 0.0
+    for other in (make(**options), engine):
+        other.load_checkpoint(tmp_path)
+        assert other.micro_steps == 8 + phase
+        got = train(other, 12 - phase, first=8 + phase)
+        assert got == pytest.approx(expected, rel=tolerance)
+        for a, b in zip(other.module_state_dict().values(), final, strict=True):
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+        assert other.global_steps == 5
+
+
+def test_frozen_buffers_shared_and_views(tmp_path):
+    """Cases C-02, C-03, C-13, C-17: frozen weights, buffers, tied and transposed tensors; plain readers read it."""
+    import json
+
+    import safetensors.torch
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(4, 4)
+            self.b = torch.nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+            self.c = torch.nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)
+            self.register_buffer("d", torch.arange(100.0)[10:20])
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    torch.manual_seed(1)
+    engine = make(Tied())
+    with torch.no_grad():
+        engine.module.c.mul_(2)
+        engine.module.d.add_(1)
+    x = torch.ones(2, 4)
+    engine.backward(engine(x).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path, tag="t")
+    torch.manual_seed(2)
+    other = make(Tied())
+    other.load_checkpoint(tmp_path, tag="t")
+    for (name, value), (_, back) in zip(
+        engine.module.state_dict().items(), other.module.state_dict().items(), strict=True
+    ):
+        assert torch.equal(value, back), name
+    assert other.module.a.weight is other.module.b.weight
+    tensors = safetensors.torch.load_file(tmp_path / "t" / "model.safetensors")
+    state = json.loads((tmp_path / "t" / "state.json").read_text())
+    assert state["shared"] == {"b.weight": "a.weight"} and "b.weight" not in tensors
+    assert (tmp_path / "t" / "model.safetensors").stat().st_size < 2000
+    engine.save_checkpoint(tmp_path, tag="small", exclude_frozen_parameters=True)
+    assert "c" not in safetensors.torch.load_file(tmp_path / "small" / "model.safetensors")
+    assert other.load_checkpoint(tmp_path, load_module_strict=False)[0].endswith("small")
+
+
+def test_what_does_not_fit_is_named(tmp_path, caplog):
+    """Cases C-06, C-12, C-19, U-11: nothing there, a partial one, another format, other parameters."""
+    engine = make()
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert "no checkpoint" in caplog.text
+    with pytest.raises(orlop.InvalidDataError, match="missing"):
+        engine.load_checkpoint(tmp_path, tag="missing")
+    engine.save_checkpoint(tmp_path, tag="good")
+    with pytest.raises(orlop.UsageError, match="client_state"):
+        engine.save_checkpoint(tmp_path, tag="bad", client_state={"x": object()})
+    assert (tmp_path / "latest").read_text() == "good" and not (tmp_path / "bad").exists()
+
+    class Longer(Net):
+        def __init__(self):
+            super().__init__()
+            self.more = torch.nn.Parameter(torch.ones(2))
+
+    longer = make(Longer())
+    with pytest.raises(orlop.InvalidDataError, match="more"):
+        longer.load_checkpoint(tmp_path, load_module_strict=False)
+    state = tmp_path / "good" / "state.json"
+    text = state.read_text()
+    state.write_text(text.replace('"format": 1', '"format": 7'))
+    with pytest.raises(orlop.InvalidDataError, match="format 7"):
+        engine.load_checkpoint(tmp_path)
+    state.write_text(text)
+    with (tmp_path / "good" / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(orlop.InvalidDataError, match=r"model\.safetensors"):
+        engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tags", [1, 3])
+def test_killed_while_saving(tmp_path, tags):
+    """Case C-06: signal 9 at many moments, tags new and written again; the newest complete one loads."""
+    code = textwrap.dedent(
+        f"""
+        import sys
+        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from deepspeed_net import make, train
+        engine = make()
+        print("ready", flush=True)
+        for step in range(10000):
+            train(engine, 1, first=step)
+            engine.save_checkpoint({str(tmp_path)!r}, tag=f"tag{{step % {tags}}}", client_state={{"step": step}})
+        """
+    )
+    seen = -1
+    for attempt in range(4):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        try:
+            process.wait(0.05 + 0.037 * attempt)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        if (tmp_path / "latest").exists():
+            engine = make()
+            path, client = engine.load_checkpoint(tmp_path)
+            assert client["step"] == engine.global_steps - 1, path
+            assert not list(tmp_path.glob("*.old.tmp"))
+            seen = max(seen, client["step"])
+    assert seen >= 0
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["after", "before"])
+def test_killed_while_a_tag_is_replaced(tmp_path, replaced):
+    """The old one is set aside: it goes where the new one is in place already, and comes back where not."""
+    engine = make()
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="tag", client_state={"step": 0})
+    (tmp_path / "tag").rename(tmp_path / "tag.old.tmp")
+    if replaced:
+        train(engine, 1, first=1)
+        partial = tmp_path / "elsewhere"
+        engine.save_checkpoint(partial, tag="tag", client_state={"step": 1})
+        (partial / "tag").rename(tmp_path / "tag")
+    _, client = make().load_checkpoint(tmp_path)
+    assert client["step"] == (1 if replaced else 0)
+    assert not list(tmp_path.glob("*.old.tmp"))
+
+
+def test_save_16bit_model(tmp_path):
+    engine = make(bf16={"enabled": True})
+    train(engine, 1)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert engine.save_16bit_model(tmp_path, name)
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(loaded["inp.weight"], engine.module.inp.weight)
+    assert loaded.keys() == engine._zero3_consolidated_16bit_state_dict().keys()
+    engine.destroy()
+    engine.destroy()
