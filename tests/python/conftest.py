@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def build_model(folder: Path, kind: str, tied: bool, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers starts them at zero, which would test nothing
                 parameter.normal_(std=0.02)
+    transformers.utils.logging.disable_progress_bar()  # which a test would find in what its command prints
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
@@ -129,3 +131,16 @@ def token_file(tmp_path_factory):
         writer.append(ids)
     writer.finish()
     return path
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the heavy stores lie in the lowest deck of the ship\n" * 40)
+    return path
+
+
+@pytest.fixture
+def own_model(model_dir, tmp_path):
+    """A copy of the tiny model that a test may damage."""
+    return shutil.copytree(model_dir("llama"), tmp_path / "model")
