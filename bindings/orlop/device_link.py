@@ -240,8 +240,9 @@ class DeviceLink:
 
     def _gate(self, home, version: int) -> tuple[int, int]:
         """What a stream waits for until the home is as `version`, which is 0 before its first job, has left it: the
-        address of a word on the device and what it is to reach. Where the device cannot see it this thread waits."""
-        if not version:
+        address of a word on the device and what it is to reach; nothing where it has. Where the device cannot see it
+        this thread waits."""
+        if not version or ctypes.c_uint32.from_address(home.version_address).value >= version:
             return _OPEN
         address = self._gate_address(home.version_address)
         if address is None:

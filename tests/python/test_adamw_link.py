@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +13,7 @@ import orlop  # noqa: E402
 from adam_reference import Reference  # noqa: E402
 from host_link import HostLink, HostStates, all_away  # noqa: E402
 from orlop import adam_slots, square_sums  # noqa: E402
+from orlop.device_link import DeviceLink  # noqa: E402
 
 
 @pytest.fixture
@@ -177,6 +181,17 @@ def test_a_stand_in_that_nobody_kept_serves_again(away):
         hidden[0].clone()
     assert torch.equal(optimizer.gradient(p), torch.full((50,), 4.0))
     optimizer.close()
+
+
+def test_streams_wait_for_gates_that_are_closed_alone():
+    """A wait of a stream is a call of the driver, which most blocks can do without."""
+    word = ctypes.c_uint32(4)
+    home = SimpleNamespace(version_address=ctypes.addressof(word))
+    link = DeviceLink.__new__(DeviceLink)
+    link._gates = {home.version_address: 1234}  # its address on the device
+    assert [link._gate(home, version) for version in (0, 4, 5)] == [(0, 0), (0, 0), (1234, 5)]
+    word.value = 0x7FFFFFFF  # the update has failed: whoever waits goes on and is told elsewhere
+    assert link._gate(home, 5) == (0, 0)
 
 
 def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
