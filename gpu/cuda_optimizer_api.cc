@@ -1,3 +1,5 @@
+#include <map>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -38,6 +40,20 @@ void* device_address(const void* memory) {
   cudaPointerAttributes attributes{};
   ORLOP_CUDA(cudaPointerGetAttributes(&attributes, memory));
   return attributes.type == cudaMemoryTypeUnregistered ? nullptr : attributes.devicePointer;
+}
+
+// What `stream` is given from here on runs behind what `other` was given so far. A wait is for the
+// event as it is recorded then: one of each device serves all.
+void put_behind(cudaStream_t stream, cudaStream_t other, int device) {
+  static std::mutex mutex;
+  // Never destroyed: at exit the driver may be gone before.
+  static auto& events = *new std::map<int, CudaEventHandle>();
+  const std::lock_guard lock(mutex);
+  auto event = events.find(device);
+  if (event == events.end())
+    event = events.emplace(device, CudaEventHandle(cudaEventDisableTiming)).first;
+  ORLOP_CUDA(cudaEventRecord(event->second.get(), other));
+  ORLOP_CUDA(cudaStreamWaitEvent(stream, event->second.get(), 0));
 }
 
 void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
@@ -114,11 +130,8 @@ ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
     static const DriverApi driver;
     driver.stream_wait_at_least(issued, gate->address, gate->version);
   }
-  if (behind != stream->stream) {
-    const CudaEventHandle given(cudaEventDisableTiming);
-    ORLOP_CUDA(cudaEventRecord(given.get(), static_cast<cudaStream_t>(behind)));
-    ORLOP_CUDA(cudaStreamWaitEvent(issued, given.get(), 0));
-  }
+  if (behind != stream->stream)
+    put_behind(issued, static_cast<cudaStream_t>(behind), stream->device);
   issue_copies({copies, count}, issued);
 }
 }

@@ -19,6 +19,7 @@ _log = logging.getLogger("orlop")
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
 _WAIT_UNTIL_AT_LEAST = 0x0  # CU_STREAM_WAIT_VALUE_GEQ
 _MOST_LEAVING = 1 << 30  # bytes of gradients on the device that are on their way
+_MANY_LEAVING = 1 << 26  # from which on it is worth asking which of them have left
 _OPEN = 0, 0  # a gate that nobody waits at
 
 
@@ -166,19 +167,24 @@ class DeviceLink:
                 [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
             )
 
-    def _bound_leaving(self, size: int) -> None:
-        """Device memory of gradients that wait for the host stays bounded."""
-        while self._leaving and (self._leaving_bytes + size > _MOST_LEAVING or self._leaving[0][0].query()):
+    def _bound_leaving(self, size: int, asks: bool = False) -> None:
+        """Device memory of gradients that wait for the host stays bounded. What has left is free, once it is much, or
+        with `asks`."""
+        leaving = self._leaving_bytes + size
+        while self._leaving:
+            asks = asks or leaving > _MANY_LEAVING
+            if leaving <= _MOST_LEAVING and not (asks and self._leaving[0][0].query()):
+                break
             arrival, left, _ = self._leaving.popleft()
             arrival.synchronize()
-            self._leaving_bytes -= left
-        self._leaving_bytes += size
+            leaving -= left
+        self._leaving_bytes = leaving
 
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
         left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
         self.states.flush()
-        self._bound_leaving(0)
+        self._bound_leaving(0, asks=True)
         for _, _, grads in self._leaving:
             for grad in grads:
                 grad.record_stream(self.down)
