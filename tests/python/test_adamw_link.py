@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 from types import SimpleNamespace
 
@@ -192,6 +193,29 @@ def test_streams_wait_for_gates_that_are_closed_alone():
     assert [link._gate(home, version) for version in (0, 4, 5)] == [(0, 0), (0, 0), (1234, 5)]
     word.value = 0x7FFFFFFF  # the update has failed: whoever waits goes on and is told elsewhere
     assert link._gate(home, 5) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("leaving", "size", "asks", "left"),
+    [
+        ([(True, 1), (True, 1)], 1, False, (2, 3)),  # few: nobody asks
+        ([(True, 1), (False, 1)], 0, True, (1, 1)),  # the end of a backward
+        ([(True, 60), (False, 60)], 1, False, (1, 61)),  # many: those that have left are free
+        ([(False, 600), (False, 400)], 100, False, (1, 500)),  # too many: the first is waited for
+    ],
+)
+def test_gradients_on_their_way_are_bounded(leaving, size, asks, left):
+    """MiB on the device, and whether they have left."""
+
+    def event(done):
+        return SimpleNamespace(query=lambda: done, synchronize=lambda: None)
+
+    mib = 1 << 20
+    link = DeviceLink.__new__(DeviceLink)
+    link._leaving = collections.deque((event(done), count * mib, []) for done, count in leaving)
+    link._leaving_bytes = sum(count for _, count in leaving) * mib
+    link._bound_leaving(size * mib, asks)
+    assert (len(link._leaving), link._leaving_bytes / mib) == left
 
 
 def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
