@@ -38,6 +38,12 @@ class StreamedParameter(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights {_place(self)})"
 
+    def __deepcopy__(self, memo):
+        raise errors.UsageError(
+            f"{self._orlop_entry.name}: the weights are {_place(self)}, and a copy of a wrapped model needs all of them "
+            "at once: copy it inside `with orlop.gathered(model.parameters()):`, or copy its state_dict()"
+        )
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

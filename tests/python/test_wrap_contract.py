@@ -301,3 +301,21 @@ def test_frozen_parameters_may_come_later(make):
     replaced_table(model)
     model.inp.requires_grad_(False)
     train(model, optimizer, 2, first=2)
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_the_model_is_made_where_all_weights_are():
+    """Else it would hold weights that are nowhere: one error that says how. The copy is a model of its own."""
+    model, optimizer = streamed(Model())
+    with pytest.raises(orlop.UsageError, match=r"blocks\.0\.weight.*host memory.*gathered"):
+        copy.deepcopy(model)
+    with orlop.gathered(model.parameters()):
+        copied = copy.deepcopy(model)
+    assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
+    before = copied(batch(0)).detach()
+    assert torch.equal(before, model(batch(0)))
+    train(model, optimizer)
+    assert torch.equal(copied(batch(0)), before)
+    assert not torch.equal(model(batch(0)), before)
