@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -15,6 +14,7 @@
 #include "orlop/error.h"
 #include "orlop/tensor_optimizer.h"
 #include "orlop/weight_drives.h"
+#include "tests/support/error_of.h"
 
 namespace orlop::test {
 
@@ -154,17 +154,6 @@ inline StateDrives small_slots(std::vector<std::string> paths, const std::string
   drives.slot_bytes = 5 * 4096;  // 1664 elements of 12 bytes and less
   drives.host_bytes = 4 * drives.slot_bytes;
   return drives;
-}
-
-inline std::string error_of(ErrorCode code, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
 }
 
 }  // namespace orlop::test

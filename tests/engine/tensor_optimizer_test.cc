@@ -18,6 +18,7 @@
 
 #include "base/half.h"
 #include "orlop/error.h"
+#include "tests/support/error_of.h"
 
 namespace orlop::test {
 namespace {
@@ -49,18 +50,6 @@ TensorUpdate make_update(int64_t tensor, const std::vector<float>& gradient, int
   hyper.step = step;
   hyper.weight_decay = 0.1;
   return {tensor, view(gradient), hyper, {}};
-}
-
-template <typename Call>
-std::string error_of(Call&& call, ErrorCode code) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
 }
 
 TEST(TensorOptimizer, UpdatesHaveTheBitsOfAdamStep) {
@@ -176,17 +165,17 @@ TEST(TensorOptimizer, FailureReachesEveryWaiterAndNamesTheStep) {
   optimizer.update(std::vector{update}, 1.0f, 12);
   optimizer.update(std::vector{make_update(1, gradient, 1)}, 1.0f, 13);
   std::thread later([&] { arrival.end(700); });
-  const std::string text = error_of([&] { optimizer.wait(1); }, ErrorCode::kDevice);
+  const std::string text = error_of(ErrorCode::kDevice, [&] { optimizer.wait(1); });
   later.join();
   EXPECT_THAT(text, HasSubstr("update of step 12"));
   EXPECT_THAT(text, HasSubstr("'layer.weight'"));
   EXPECT_THAT(text, HasSubstr("700"));
   EXPECT_EQ(*optimizer.states(1).written_version, kFailedVersion);
   EXPECT_EQ(weights, before);
-  EXPECT_EQ(error_of([&] { optimizer.wait(0); }, ErrorCode::kDevice), text);
-  EXPECT_EQ(error_of([&] { optimizer.synchronize(); }, ErrorCode::kDevice), text);
-  EXPECT_EQ(error_of([&] { optimizer.update(std::vector{make_update(1, gradient, 1)}, 1, 14); },
-                     ErrorCode::kDevice),
+  EXPECT_EQ(error_of(ErrorCode::kDevice, [&] { optimizer.wait(0); }), text);
+  EXPECT_EQ(error_of(ErrorCode::kDevice, [&] { optimizer.synchronize(); }), text);
+  EXPECT_EQ(error_of(ErrorCode::kDevice,
+                     [&] { optimizer.update(std::vector{make_update(1, gradient, 1)}, 1, 14); }),
             text);
 }
 
@@ -198,11 +187,9 @@ TEST(TensorOptimizer, RefusesBeforeAnythingChanges) {
   TensorOptimizer optimizer(1);
   optimizer.add(std::vector{fp32_spec("w", weights)});
   const auto refused = [&](const TensorUpdate& update, float scale) {
-    return error_of(
-        [&] {
-          optimizer.update(std::vector{make_update(0, gradient, 1), update}, scale, 1);
-        },
-        ErrorCode::kUsage);
+    return error_of(ErrorCode::kUsage, [&] {
+      optimizer.update(std::vector{make_update(0, gradient, 1), update}, scale, 1);
+    });
   };
   EXPECT_THAT(refused(make_update(1, gradient, 1), 1.0f), HasSubstr("tensor 1 of 1"));
   EXPECT_THAT(refused(make_update(0, shorter, 1), 1.0f), HasSubstr("99 elements"));
@@ -213,11 +200,11 @@ TEST(TensorOptimizer, RefusesBeforeAnythingChanges) {
   EXPECT_THAT(refused(update, 1.0f), HasSubstr("F64"));
   TensorSpec spec = fp32_spec("bad", weights);
   spec.dtype = DType::kI32;
-  EXPECT_THAT(error_of([&] { optimizer.add(std::vector{spec}); }, ErrorCode::kUsage),
+  EXPECT_THAT(error_of(ErrorCode::kUsage, [&] { optimizer.add(std::vector{spec}); }),
               HasSubstr("'bad'"));
   spec = fp32_spec("large", weights);
   spec.numel = int64_t{1} << 46;
-  error_of([&] { optimizer.add(std::vector{spec}); }, ErrorCode::kDoesNotFit);
+  error_of(ErrorCode::kDoesNotFit, [&] { optimizer.add(std::vector{spec}); });
   optimizer.synchronize();
   EXPECT_EQ(weights, before);
   EXPECT_EQ(optimizer.ranges().size(), 1u);

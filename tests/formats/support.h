@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "tests/support/error_of.h"
 
 namespace orlop::test {
 
@@ -61,19 +62,6 @@ inline std::string slurp(const std::filesystem::path& path) {
 
 inline void spill(const std::filesystem::path& path, std::string_view bytes) {
   std::ofstream(path, std::ios::binary).write(bytes.data(), std::ssize(bytes));
-}
-
-// Runs `action`, which must throw Error(code), and returns its text.
-template <std::invocable Action>
-std::string error_of(ErrorCode code, Action&& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
 }
 
 // `count` bytes that depend on `seed` and differ from their neighbours.

@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <sstream>
 #include <string>
@@ -23,10 +22,13 @@
 
 #include "base/check.h"
 #include "base/thread.h"
+#include "tests/support/error_of.h"
 #include "tests/support/sanitized.h"
 
 namespace orlop {
 namespace {
+
+using test::error_of;
 
 using test::kSanitized;
 using ::testing::HasSubstr;
@@ -84,17 +86,6 @@ std::vector<std::string> nodes_of(const void* address) {
     }
   }
   return nodes;
-}
-
-std::string error_of(ErrorCode code, const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code);
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
 }
 
 // Case P-03: the slice of a rank lies in the memory of the cores that the rank has, since those
