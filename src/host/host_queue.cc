@@ -116,18 +116,22 @@ void HostQueue::wait_gate(Gate gate, uint32_t version) {
 }
 
 void HostQueue::upload(void* device, const void* host, size_t bytes) {
+  if (bytes == 0) return;
   enqueue("upload", [=] { std::memcpy(device, host, bytes); });
 }
 
 void HostQueue::offload(void* host, const void* device, size_t bytes) {
+  if (bytes == 0) return;
   enqueue("offload", [=] { std::memcpy(host, device, bytes); });
 }
 
 void HostQueue::copy_on_device(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;
   enqueue("copy", [=] { std::memmove(to, from, bytes); });
 }
 
 void HostQueue::fill_zero(void* device, size_t bytes) {
+  if (bytes == 0) return;
   enqueue("fill_zero", [=] { std::memset(device, 0, bytes); });
 }
 
