@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+import orlop
 from conftest import build_model
 
 STEPS = 60
@@ -111,7 +112,7 @@ def test_after_kill_9_the_remaining_losses_are_the_same_bits(inputs, uninterrupt
     """From the checkpoint that is complete by then; it is written beside the steps and may take longer than some."""
     out = tmp_path / "run"
     process = start(inputs, out)
-    wait_until(lambda: len(steps(out)) >= at_step and any(out.glob("step-*/manifest.json")), process)
+    wait_until(lambda: len(steps(out)) >= at_step and orlop.Engine.latest_checkpoint(str(out)), process)
     process.kill()
     assert finish(process)[0] == -signal.SIGKILL
     code, output = finish(start(inputs, out, "--resume", "must"))
