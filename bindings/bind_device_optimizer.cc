@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/addresses.h"
 #include "bindings/bind.h"
 #include "orlop/cpu_adam.h"
 #include "orlop/device_optimizer.h"
@@ -12,13 +13,6 @@ namespace py = pybind11;
 
 namespace orlop::python {
 namespace {
-
-using Address = uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 struct SquareSums {
   std::vector<DeviceGradient> gradients;  // of one device

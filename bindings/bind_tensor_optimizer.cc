@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/addresses.h"
 #include "bindings/bind.h"
 #include "bindings/weight_drives_handle.h"
 #include "orlop/error.h"
@@ -18,20 +19,9 @@ namespace orlop::python {
 namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
-using Address = uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
 // The view was made of memory that Python may write.
 std::span<float> elements(const GradientView& sum) {
   return {static_cast<float*>(const_cast<void*>(sum.data)), static_cast<size_t>(sum.numel)};
-}
-
-Fence make_fence(Address wait, Address handle) {
-  return {reinterpret_cast<int (*)(void*)>(wait), pointer<void>(handle)};
 }
 
 // A TensorOptimizer that Python can close, and the Python objects whose memory it works on: the

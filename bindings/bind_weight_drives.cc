@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/addresses.h"
 #include "bindings/bind.h"
 #include "bindings/weight_drives_handle.h"
 #include "orlop/weight_drives.h"
@@ -15,13 +16,6 @@ namespace py = pybind11;
 
 namespace orlop::python {
 namespace {
-
-using Address = uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
 
 int64_t add(WeightDrivesHandle& self, const std::vector<std::string>& names,
             const std::vector<size_t>& sizes) {
@@ -32,8 +26,7 @@ int64_t add(WeightDrivesHandle& self, const std::vector<std::string>& names,
 
 uint32_t fetch(WeightDrivesHandle& self, const std::vector<int64_t>& weights, size_t slot,
                Address wait, Address handle) {
-  const Fence free{pointer<int(void*)>(wait), pointer<void>(handle)};
-  return self.get().fetch(weights, slot, free);
+  return self.get().fetch(weights, slot, make_fence(wait, handle));
 }
 
 // The bytes of a slot as an array that keeps them.

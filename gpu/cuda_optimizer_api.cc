@@ -58,6 +58,7 @@ void put_behind(cudaStream_t stream, cudaStream_t other, int device) {
 
 void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
   std::vector<kernels::SmallCopy> small;
+  small.reserve(copies.size());
   for (const DeviceCopy& copy : copies) {
     if (copy.bytes == 0) continue;
     if (copy.bytes <= kSmallCopyBytes) {

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_wrap import DEVICE, batch, train, weights  # noqa: E402
+from wrap_model import DEVICE, batch, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop import deepspeed_compat as deepspeed  # noqa: E402

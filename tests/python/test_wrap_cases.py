@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_wrap import DEVICE, Model, batch, streamed, train, weights  # noqa: E402
+from wrap_model import DEVICE, Model, batch, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402

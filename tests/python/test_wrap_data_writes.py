@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_wrap import DEVICE, Model, batch, train, weights  # noqa: E402
+from wrap_model import DEVICE, Model, batch, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_wrap import DEVICE, Model, batch, weights  # noqa: E402
+from wrap_model import DEVICE, Model, batch, weights  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop import deepspeed_compat as deepspeed  # noqa: E402
