@@ -1,15 +1,11 @@
 #include <algorithm>
-#include <array>
-#include <compare>
-#include <dnnl.hpp>
-#include <map>
 #include <tuple>
 #include <utility>
 
 #include "base/bytes.h"
-#include "base/check.h"
 #include "host/element_types.h"
 #include "host/matmul.h"
+#include "host/onednn_gemm.h"
 #include "host/parallel.h"
 
 namespace orlop::host {
@@ -26,116 +22,21 @@ constexpr size_t kScratchpadBytesPerThread = kMiB + kMiB / 4;
 constexpr int64_t kDirectDepth = 2048;
 constexpr int64_t kPanelDepth = 1024;
 
-using Type = dnnl::memory::data_type;
-
-// One product as oneDNN sees it; all that the choice of a kernel depends on.
-struct Product {
-  int64_t m, n, k;
-  int64_t a_row, a_col, b_row, b_col, ldc;
-  Type in, out;
-  bool bias, accumulate;
-
-  auto operator<=>(const Product&) const = default;
-};
-
-struct Operands {
-  const void* a;
-  const void* b;
-  const void* bias;
-  void* c;
-};
-
-struct Primitive {
-  dnnl::matmul matmul;
-  dnnl::memory a, b, bias, c, scratchpad;
-};
-
-// Makes each primitive once; afterwards a call sets four pointers.
-class Gemm {
- public:
-  explicit Gemm(Workspace scratchpad) : scratchpad_(scratchpad) {}
-
-  void run(const Product& product, const Operands& operands) {
-    auto found = primitives_.find(product);
-    if (found == primitives_.end()) found = primitives_.emplace(product, make(product)).first;
-    Primitive& primitive = found->second;
-    primitive.a.set_data_handle(const_cast<void*>(operands.a));
-    primitive.b.set_data_handle(const_cast<void*>(operands.b));
-    primitive.c.set_data_handle(operands.c);
-    std::array<dnnl_exec_arg_t, 5> args = {{{DNNL_ARG_SRC, primitive.a.get()},
-                                            {DNNL_ARG_WEIGHTS, primitive.b.get()},
-                                            {DNNL_ARG_DST, primitive.c.get()}}};
-    int count = 3;
-    if (product.bias) {
-      primitive.bias.set_data_handle(const_cast<void*>(operands.bias));
-      args[static_cast<size_t>(count++)] = {DNNL_ARG_BIAS, primitive.bias.get()};
-    }
-    if (primitive.scratchpad) {
-      args[static_cast<size_t>(count++)] = {DNNL_ARG_SCRATCHPAD, primitive.scratchpad.get()};
-    }
-    const dnnl_status_t status =
-        dnnl_primitive_execute(primitive.matmul.get(), stream_.get(), count, args.data());
-    check(status == dnnl_success, ErrorCode::kDevice,
-          "oneDNN: a product of m {}, n {}, k {} failed with status {}", product.m, product.n,
-          product.k, static_cast<int>(status));
-  }
-
- private:
-  Primitive make(const Product& p) {
-    const dnnl::memory::desc a({p.m, p.k}, p.in, {p.a_row, p.a_col});
-    const dnnl::memory::desc b({p.k, p.n}, p.in, {p.b_row, p.b_col});
-    const dnnl::memory::desc c({p.m, p.n}, p.out, {p.ldc, 1});
-    const dnnl::memory::desc bias({1, p.n}, p.in, {p.n, 1});
-    const auto describe = [&](dnnl::scratchpad_mode mode) {
-      dnnl::primitive_attr attributes;
-      attributes.set_scratchpad_mode(mode);
-      if (p.accumulate) {
-        dnnl::post_ops sum;
-        sum.append_sum(1.0f);
-        attributes.set_post_ops(sum);
-      }
-      const auto desc = p.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
-      return dnnl::matmul::primitive_desc(desc, attributes, engine_);
-    };
-    // A shape whose scratchpad does not fit ours keeps one of the library's.
-    auto chosen = describe(dnnl::scratchpad_mode::user);
-    const bool fits = chosen.scratchpad_desc().get_size() <= scratchpad_.bytes;
-    if (!fits) chosen = describe(dnnl::scratchpad_mode::library);
-    Primitive primitive{dnnl::matmul(chosen), memory(a), memory(b), {}, memory(c), {}};
-    if (p.bias) primitive.bias = memory(bias);
-    if (fits && chosen.scratchpad_desc().get_size() > 0) {
-      primitive.scratchpad = dnnl::memory(chosen.scratchpad_desc(), engine_, scratchpad_.data);
-    }
-    return primitive;
-  }
-
-  dnnl::memory memory(const dnnl::memory::desc& desc) const { return {desc, engine_, nullptr}; }
-
-  const Workspace scratchpad_;
-  const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  const dnnl::stream stream_{engine_};
-  std::map<Product, Primitive> primitives_;
-};
-
 // Sizes of the fp32 panels of a 16-bit product; a function of its shape only.
 struct Panels {
   int64_t m, n, k;
 };
 
-int64_t equal_parts(int64_t total, int64_t at_most, int64_t multiple) {
-  const int64_t parts = ceil_div(total, std::max(at_most, multiple));
-  return std::min(total, ceil_div(ceil_div(total, parts), multiple) * multiple);
-}
-
-// Rows of a plain b in its panel lie this much further apart where they would share cache sets.
+// Rows of a transposed a and of a plain b in their panels lie this much further apart where they
+// would share cache sets.
 constexpr int64_t kRowPadding = 16;
 
-int64_t padded_row(int64_t n) { return n % 256 == 0 ? n + kRowPadding : n; }
+int64_t padded_row(int64_t length) { return length % 256 == 0 ? length + kRowPadding : length; }
 
 // Half of the memory goes to b, the rest to a and, when c is not fp32 itself, to the sums of c.
 Panels choose_panels(const MatmulArgs& args) {
   constexpr auto kFloats =
-      static_cast<int64_t>(kPanelBytes / sizeof(float)) - kRowPadding * kPanelDepth;
+      static_cast<int64_t>(kPanelBytes / sizeof(float)) - 2 * kRowPadding * kPanelDepth;
   const int64_t k = equal_parts(args.k, kPanelDepth, 64);
   const int64_t n = equal_parts(args.n, kFloats / 2 / k, 64);
   const int64_t sums = args.out_dtype == DType::kF32 ? 0 : n;
@@ -149,9 +50,10 @@ class OneDnnMatmul final : public Matmul {
       : kernels_(kernels),
         threads_(threads),
         panels_(static_cast<float*>(workspace.data)),
-        gemm_(
-            {static_cast<std::byte*>(workspace.data) + kPanelBytes, workspace.bytes - kPanelBytes}),
-        native_bf16_(has_native_bf16()) {}
+        gemm_(threads, {static_cast<std::byte*>(workspace.data) + kPanelBytes,
+                        workspace.bytes - kPanelBytes}),
+        native_bf16_(Gemm::has_isa(dnnl::cpu_isa::avx512_core_bf16)),
+        has_avx512_(Gemm::has_isa(dnnl::cpu_isa::avx512_core)) {}
 
   void run(const MatmulArgs& args) override {
     const bool native =
@@ -164,22 +66,17 @@ class OneDnnMatmul final : public Matmul {
   }
 
  private:
-  // Emulated bf16 is three to four times slower than converting and multiplying in fp32.
-  static bool has_native_bf16() {
-    const auto isa = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
-    const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
-    return (isa & needed) == needed;
-  }
-
-  // oneDNN reads a plain fp32 b where it lies; rows a multiple of 2 KiB apart share few cache sets,
-  // and the product runs at two thirds of its speed.
-  static bool collides(const MatmulArgs& args) {
+  // oneDNN reads a plain fp32 b where it lies, and without AVX-512 a transposed a as well; rows a
+  // multiple of 2 KiB apart share few cache sets, and the product runs at two thirds of its speed.
+  bool collides(const MatmulArgs& args) const {
     constexpr int64_t kCollidingFloats = 512;
-    return args.in_dtype == DType::kF32 && !args.trans_b && args.n > kCollidingFloats &&
-           args.ldb % kCollidingFloats == 0;
+    const auto shares_sets = [](int64_t length, int64_t ld) {
+      return length > kCollidingFloats && ld % kCollidingFloats == 0;
+    };
+    return args.in_dtype == DType::kF32 &&
+           ((!args.trans_b && shares_sets(args.n, args.ldb)) ||
+            (args.trans_a && !has_avx512_ && shares_sets(args.m, args.lda)));
   }
-
-  static Type type_of(DType dtype) { return dtype == DType::kF32 ? Type::f32 : Type::bf16; }
 
   void run_direct(const MatmulArgs& args) {
     const bool cut = args.out_dtype == DType::kF32 && (args.trans_a || args.trans_b);
@@ -192,8 +89,8 @@ class OneDnnMatmul final : public Matmul {
                        0,
                        0,
                        args.ldc,
-                       type_of(args.in_dtype),
-                       type_of(args.out_dtype),
+                       args.in_dtype,
+                       args.out_dtype,
                        args.bias != nullptr,
                        args.accumulate};
     std::tie(product.a_row, product.a_col) = strides(args.lda, args.trans_a);
@@ -233,7 +130,7 @@ class OneDnnMatmul final : public Matmul {
   void run_panel(const MatmulArgs& part, const Panels& panel, bool b_is_there) {
     float* b = panels_;
     float* a = b + panel.k * (panel.n + kRowPadding);
-    float* sums = a + panel.m * panel.k;
+    float* sums = a + panel.k * (panel.m + kRowPadding);
     const bool direct = part.out_dtype == DType::kF32;
     float* c = direct ? static_cast<float*>(part.c) : sums;
     const int64_t ldc = direct ? part.ldc : panel.n;
@@ -241,13 +138,15 @@ class OneDnnMatmul final : public Matmul {
       const int64_t depth = std::min(panel.k, part.k - k);
       const void* from_a = at(part.a, part.trans_a ? k * part.lda : k, part.in_dtype);
       const void* from_b = at(part.b, part.trans_b ? k : k * part.ldb, part.in_dtype);
-      const int64_t rows_a = part.trans_a ? depth : part.m, lda = part.trans_a ? part.m : depth;
+      const int64_t rows_a = part.trans_a ? depth : part.m,
+                    lda = part.trans_a ? padded_row(part.m) : depth;
       const int64_t rows_b = part.trans_b ? part.n : depth, cols_b = part.trans_b ? depth : part.n;
       const int64_t ldb = part.trans_b ? depth : padded_row(part.n);
-      widen(part.in_dtype, {from_a, part.lda, rows_a, lda, a, lda},
+      const int64_t cols_a = part.trans_a ? part.m : depth;
+      widen(part.in_dtype, {from_a, part.lda, rows_a, cols_a, a, lda},
             {from_b, part.ldb, b_is_there ? 0 : rows_b, cols_b, b, ldb});
-      Product product = {part.m, part.n, depth,     0,         0,     0,
-                         0,      ldc,    Type::f32, Type::f32, false, k > 0 || part.accumulate};
+      Product product = {part.m, part.n, depth,       0,           0,     0,
+                         0,      ldc,    DType::kF32, DType::kF32, false, k > 0 || part.accumulate};
       std::tie(product.a_row, product.a_col) = strides(lda, part.trans_a);
       std::tie(product.b_row, product.b_col) = strides(ldb, part.trans_b);
       gemm_.run(product, {a, b, nullptr, c});
@@ -290,7 +189,9 @@ class OneDnnMatmul final : public Matmul {
   const int threads_;
   float* const panels_;
   Gemm gemm_;
+  // Emulated bf16 is three to four times slower than converting and multiplying in fp32.
   const bool native_bf16_;
+  const bool has_avx512_;
 };
 
 }  // namespace
