@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "base/bytes.h"
 #include "base/check.h"
@@ -47,7 +47,7 @@ struct Swapper::Chunk {
   int64_t version = kNoVersion;
   uint64_t checksum = 0;
   std::string lost;  // the failed swap_out after which the contents are undefined
-  std::deque<std::shared_ptr<Operation>> queue;  // the front one runs
+  std::vector<std::shared_ptr<Operation>> queue;  // the front one runs, and few wait
 };
 
 // All but the queue: what requests need until they end.
@@ -328,7 +328,7 @@ void Swapper::State::finish(const std::shared_ptr<Operation>& operation, std::ex
       chunk.version = operation->request.version;
       chunk.checksum = operation->checksum;
     }
-    chunk.queue.pop_front();
+    chunk.queue.erase(chunk.queue.begin());
     if (!chunk.queue.empty()) next = chunk.queue.front();
   }
   operation->done(error);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "base/check.h"
 #include "engine/ranks.h"
@@ -32,8 +33,8 @@ struct Executor::PlanState {
   std::vector<std::byte*> host_batches;
   std::vector<std::byte*> device_batches;
   std::vector<const float*> host_losses;
-  std::vector<BatchView> batches;                    // of the walk that is under way
-  std::array<std::vector<SwapLane::Swap>, 2> swaps;  // by operation, for the events of a turn
+  std::vector<BatchView> batches;                         // of the walk that is under way
+  std::array<std::map<size_t, SwapLane::Swap>, 2> swaps;  // by operation, for the events of a turn
   std::vector<uint32_t> tickets;  // of swaps, by operation, of the walk that is under way
   std::vector<int> updates;       // by operation: which one of the host's updates it is
 };
@@ -97,7 +98,6 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
   if (slot) return *slot;
   slot = std::make_unique<PlanState>();
   for (auto& events : slot->events) events.resize(plan.ops.size());
-  for (auto& swaps : slot->swaps) swaps.resize(plan.ops.size());
   slot->tickets.resize(plan.ops.size());
   slot->updates.resize(plan.ops.size());
   int updates = 0;
@@ -117,7 +117,7 @@ Executor::PlanState& Executor::prepare(const StepPlan& plan) {
           address(plan.buffer(*find_use(plan, op, BufferKind::kBatch, Tier::kDevice))));
     }
     for (size_t turn = 0; is_swap(op) && turn < slot->swaps.size(); ++turn) {
-      slot->swaps[turn][i] = make_swap(plan, op, slot->events[turn]);
+      slot->swaps[turn].emplace(i, make_swap(plan, op, slot->events[turn]));
     }
     if (op.kind == OpKind::kOffloadLoss) {
       slot->host_losses.resize(
@@ -203,7 +203,7 @@ void Executor::issue(Walk& walk, size_t index) {
   }
   const bool is_missing = op.micro_batch >= static_cast<int>(walk.state.batches.size());
   if (is_swap(op)) {
-    issue_swap(walk.plan, op, walk.state.swaps[walk.state.turn][index],
+    issue_swap(walk.plan, op, walk.state.swaps[walk.state.turn].at(index),
                {.version = walk.input.version,
                 .updates = walk.input.optimizer != nullptr,
                 .skips = is_missing},

@@ -10,7 +10,10 @@
 namespace orlop {
 namespace {
 
-constexpr size_t kWaitingBatches = 1024;
+// Jobs that can wait: those of two steps, or batches of tensors.
+size_t waiting_jobs(const HostUpdates& updates) {
+  return updates.ops.empty() ? 1024 : 2 * updates.ops.size();
+}
 
 }  // namespace
 
@@ -19,7 +22,7 @@ OptimizerQueue::OptimizerQueue(HostUpdates updates, int threads, Tracer* tracer)
       threads_(threads),
       tracer_(tracer),
       slots_(static_cast<size_t>(updates_.slots)),
-      jobs_(2 * updates_.ops.size() + kWaitingBatches) {
+      jobs_(waiting_jobs(updates_)) {
   thread_ = start_thread("optimizer", [this] { run(); });
 }
 

@@ -105,8 +105,8 @@ struct UpdateJob {
 // Gate::kFailed, further updates are left out, and the next call throws the first error.
 class OptimizerQueue {
  public:
-  // `threads` drive each update. So many jobs can wait as two steps of `updates` have, and 1024
-  // batches beside them.
+  // `threads` drive each update. So many jobs can wait as two steps of `updates` have, or 1024
+  // batches without them.
   OptimizerQueue(HostUpdates updates, int threads, Tracer* tracer);
   ~OptimizerQueue();
   OptimizerQueue(const OptimizerQueue&) = delete;

@@ -26,6 +26,8 @@
 //                                                    "peak", its peak resident bytes, the plans',
 //                                                    and the bytes that it read from files
 
+#include <sys/prctl.h>
+
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
@@ -177,6 +179,8 @@ void measure_memory_of_ranks(const std::string& model, int ranks, std::string_vi
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
+  // Whether a mapping that is used in part holds a huge page is a matter of its address.
+  if (mode.starts_with("memory")) prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
   try {
     if ((mode == "train" || mode == "train-on") && (argc == 4 || argc == 5)) {
       orlop::test::train(argv[2], argv[3],
