@@ -79,7 +79,7 @@ def train(model, optimizer, steps=4, forward=None, first=0):
 
 
 def values(module):
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
 def assert_equal(got, wanted):
