@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 import orlop
-from orlop import forward_gate, gradient_batch, streamed_weights
+from orlop import block_hooks, forward_gate, gradient_batch
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -55,9 +55,9 @@ class HookClock:
 
     # module or class, hook; all are called with the block or the parameter they belong to
     HOOKS = (
-        (streamed_weights, "_enter"),
-        (streamed_weights, "_leave"),
-        (streamed_weights, "_before_backward"),
+        (block_hooks, "_enter"),
+        (block_hooks, "_leave"),
+        (block_hooks, "_before_backward"),
         (forward_gate, "_before_forward"),
         (gradient_batch.GradientHooks, "before"),
         (gradient_batch.GradientHooks, "after"),
