@@ -46,7 +46,10 @@ class Gemm {
 
   void run(const Product& product, const Operands& operands);
 
-  static bool has_isa(dnnl::cpu_isa isa);
+  // Whether the operands are read tile by tile.
+  bool runs_in_tiles(const Product& product) { return !whole(product); }
+
+  static bool has_native_bf16();
 
  private:
   // What a caller hands to a primitive.
@@ -60,7 +63,7 @@ class Gemm {
 
   dnnl::matmul::primitive_desc describe(const Product& p, size_t scratchpad_bytes) const;
   Primitive make(const Product& p, const dnnl::matmul::primitive_desc& chosen, int callers) const;
-  std::optional<Primitive> make_whole(const Product& p) const;
+  std::optional<Primitive>& whole(const Product& p);
   Primitive& tile(const Product& p);
   dnnl_status_t run_in_tiles(const Product& product, const Operands& operands);
   dnnl_status_t execute(Primitive& primitive, const Operands& operands, int caller) const;
@@ -69,7 +72,7 @@ class Gemm {
   const Workspace scratchpad_;
   const size_t share_;  // of one thread in the scratchpad
   const dnnl::engine engine_{dnnl::engine::kind::cpu, 0};
-  const dnnl::stream stream_{engine_};
+  std::vector<dnnl::stream> streams_;                  // of each thread
   std::map<Product, std::optional<Primitive>> whole_;  // nothing: in tiles
   std::map<Product, Primitive> tiles_;
 };

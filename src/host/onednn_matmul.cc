@@ -52,8 +52,7 @@ class OneDnnMatmul final : public Matmul {
         panels_(static_cast<float*>(workspace.data)),
         gemm_(threads, {static_cast<std::byte*>(workspace.data) + kPanelBytes,
                         workspace.bytes - kPanelBytes}),
-        native_bf16_(Gemm::has_isa(dnnl::cpu_isa::avx512_core_bf16)),
-        has_avx512_(Gemm::has_isa(dnnl::cpu_isa::avx512_core)) {}
+        native_bf16_(Gemm::has_native_bf16()) {}
 
   void run(const MatmulArgs& args) override {
     const bool native =
@@ -66,35 +65,41 @@ class OneDnnMatmul final : public Matmul {
   }
 
  private:
-  // oneDNN reads a plain fp32 b where it lies, and without AVX-512 a transposed a as well; rows a
-  // multiple of 2 KiB apart share few cache sets, and the product runs at two thirds of its speed.
-  bool collides(const MatmulArgs& args) const {
+  // oneDNN reads a plain fp32 b where it lies, and in tiles a transposed a as well; rows a multiple
+  // of 2 KiB apart share few cache sets, and the product runs at two thirds of its speed.
+  bool collides(const MatmulArgs& args) {
     constexpr int64_t kCollidingFloats = 512;
     const auto shares_sets = [](int64_t length, int64_t ld) {
       return length > kCollidingFloats && ld % kCollidingFloats == 0;
     };
-    return args.in_dtype == DType::kF32 &&
-           ((!args.trans_b && shares_sets(args.n, args.ldb)) ||
-            (args.trans_a && !has_avx512_ && shares_sets(args.m, args.lda)));
+    if (args.in_dtype != DType::kF32) return false;
+    return (!args.trans_b && shares_sets(args.n, args.ldb)) ||
+           (args.trans_a && shares_sets(args.m, args.lda) &&
+            gemm_.runs_in_tiles(direct_product(args)));
+  }
+
+  // The first of those that run_direct() adds up.
+  static Product direct_product(const MatmulArgs& args) {
+    const bool cut = args.out_dtype == DType::kF32 && (args.trans_a || args.trans_b);
+    const auto [a_row, a_col] = strides(args.lda, args.trans_a);
+    const auto [b_row, b_col] = strides(args.ldb, args.trans_b);
+    return {.m = args.m,
+            .n = args.n,
+            .k = cut ? equal_parts(args.k, kDirectDepth, 64) : args.k,
+            .a_row = a_row,
+            .a_col = a_col,
+            .b_row = b_row,
+            .b_col = b_col,
+            .ldc = args.ldc,
+            .in = args.in_dtype,
+            .out = args.out_dtype,
+            .bias = args.bias != nullptr,
+            .accumulate = args.accumulate};
   }
 
   void run_direct(const MatmulArgs& args) {
-    const bool cut = args.out_dtype == DType::kF32 && (args.trans_a || args.trans_b);
-    const int64_t depth = cut ? equal_parts(args.k, kDirectDepth, 64) : args.k;
-    Product product = {args.m,
-                       args.n,
-                       depth,
-                       0,
-                       0,
-                       0,
-                       0,
-                       args.ldc,
-                       args.in_dtype,
-                       args.out_dtype,
-                       args.bias != nullptr,
-                       args.accumulate};
-    std::tie(product.a_row, product.a_col) = strides(args.lda, args.trans_a);
-    std::tie(product.b_row, product.b_col) = strides(args.ldb, args.trans_b);
+    Product product = direct_product(args);
+    const int64_t depth = product.k;
     for (int64_t k = 0; k < args.k; k += depth) {
       product.k = std::min(depth, args.k - k);
       gemm_.run(product, {at(args.a, k * product.a_col, args.in_dtype),
@@ -138,11 +143,10 @@ class OneDnnMatmul final : public Matmul {
       const int64_t depth = std::min(panel.k, part.k - k);
       const void* from_a = at(part.a, part.trans_a ? k * part.lda : k, part.in_dtype);
       const void* from_b = at(part.b, part.trans_b ? k : k * part.ldb, part.in_dtype);
-      const int64_t rows_a = part.trans_a ? depth : part.m,
-                    lda = part.trans_a ? padded_row(part.m) : depth;
+      const int64_t rows_a = part.trans_a ? depth : part.m, cols_a = part.trans_a ? part.m : depth;
       const int64_t rows_b = part.trans_b ? part.n : depth, cols_b = part.trans_b ? depth : part.n;
+      const int64_t lda = part.trans_a ? padded_row(part.m) : depth;
       const int64_t ldb = part.trans_b ? depth : padded_row(part.n);
-      const int64_t cols_a = part.trans_a ? part.m : depth;
       widen(part.in_dtype, {from_a, part.lda, rows_a, cols_a, a, lda},
             {from_b, part.ldb, b_is_there ? 0 : rows_b, cols_b, b, ldb});
       Product product = {part.m, part.n, depth,       0,           0,     0,
@@ -189,9 +193,7 @@ class OneDnnMatmul final : public Matmul {
   const int threads_;
   float* const panels_;
   Gemm gemm_;
-  // Emulated bf16 is three to four times slower than converting and multiplying in fp32.
   const bool native_bf16_;
-  const bool has_avx512_;
 };
 
 }  // namespace
