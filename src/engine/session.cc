@@ -114,8 +114,7 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
   if (ranks.ranks != nullptr && ranks.world_size > 1) prepare_wire(config, *ranks.ranks);
   planning.device = make_backend(config, ranks.local, planning.threads, tracer);
   const DeviceInfo info = planning.device.backend->info();
-  // The thread that issues the step and the driver's need a core of their own: sharing one with the
-  // optimizer's team made every update wait for it (1.5 times as long on 16 cores).
+  // The thread that issues the step and the driver's have a core of their own.
   if (!info.is_host && config.threads == 0) planning.threads = std::max(1, planning.threads - 1);
   const DType dtype = compute_dtype(config.precision);
 
