@@ -20,7 +20,6 @@ _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | _DEVICEMAP
 _WAIT_UNTIL_AT_LEAST = 0x0  # CU_STREAM_WAIT_VALUE_GEQ
 _MOST_LEAVING = 1 << 30  # bytes of gradients on the device that are on their way
 _MANY_LEAVING = 1 << 26  # from which on it is worth asking which of them have left
-_FEW_LEAVING = 1 << 23  # up to which they may stay referred to
 _OPEN = 0, 0  # a gate that nobody waits at
 
 
@@ -183,12 +182,9 @@ class DeviceLink:
 
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
-        left, without another call here. (That costs torch an event for each; those that have left are free at once,
-        and a few are kept until the next backward.)"""
+        left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
         self.states.flush()
         self._bound_leaving(0, asks=True)
-        if self._leaving_bytes <= _FEW_LEAVING:
-            return
         for _, _, grads in self._leaving:
             for grad in grads:
                 grad.record_stream(self.down)

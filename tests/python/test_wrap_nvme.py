@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from memory_use import Peak  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from wrap_model import weights as values  # noqa: E402
 
 import orlop  # noqa: E402
 from host_link import HostLink  # noqa: E402
@@ -76,10 +77,6 @@ def train(model, optimizer, steps=4, forward=None, first=0):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def values(module):
-    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
 def assert_equal(got, wanted):
