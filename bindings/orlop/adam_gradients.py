@@ -44,14 +44,13 @@ class GradientSide:
             elif part is None or size >= _UNIT_BYTES or part[1] != slot.device:
                 part, size = (len(self._units), slot.device), 0
             size += slot.param.nbytes
-            collector = self._collectors.setdefault(slot.device, Collector())
-            slot.unit = self._units.setdefault(part, Unit(collector))
-            slot.unit.count += 1
+            collector = self._collectors.setdefault(slot.device, Collector(slot.device))
+            self._units.setdefault(part, Unit(collector)).add(slot)
 
     def _flush(self):
         """Gradients that wait for the rest of their unit are taken as it is."""
         for collector in self._collectors.values():
-            collector.flush()
+            collector.finish()
 
     def _gather(self):
         """(slot, group) of every parameter with a gradient, in the order of the groups."""
@@ -80,6 +79,7 @@ class GradientSide:
                     self._check_gradient(p)
                     if slot.link and self._leaves(p):
                         take([slot])
+                        slot.watch()
                     elif slot.link:
                         slot.lend_gradient()
                 slot.settle()

@@ -12,6 +12,7 @@ import torch
 from . import _orlop, errors
 from .device_room import DeviceRoom
 from .device_states import DeviceStates, has_cuda_part
+from .square_sums import SquareSums
 from .torch_support import flat
 
 _log = logging.getLogger("orlop")
@@ -120,29 +121,32 @@ class DeviceLink:
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def offload(self, grads: list[torch.Tensor], homes: list) -> torch.cuda.Event:
+    def offload(
+        self, grads: list[torch.Tensor], homes: list, sums: SquareSums | None = None
+    ) -> torch.cuda.Event:
         """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
-        the homes' last jobs; returns their arrival. This thread waits only where too much is on its way."""
-        copies = [
-            (home.gradient_address, grad.data_ptr(), home.gradient_bytes)
-            for home, grad in zip(homes, grads, strict=True)
-        ]
-        size = sum([copied for _, _, copied in copies])
+        the homes' last jobs, and has `sums` sum their squares; returns their arrival. The list of gradients is taken
+        over. This thread waits only where too much is on its way."""
+        size = sum([home.gradient_bytes for home in homes])
         self._bound_leaving(size)
         newest = homes[0]  # of their jobs, which run in order
         for home in homes:
             if home.job > newest.job:
                 newest = home
         gate = self._gate(newest, newest.job)
+        targets = [home.target for home in homes]
+        values = [grad.data_ptr() for grad in grads]
         if has_cuda_part():
             behind = torch._C._cuda_getCurrentRawStream(self._index)
-            _orlop.device_copies(copies, self._index, self._down_address, behind, *gate)
+            _orlop.offload_gradients(targets, values, self._index, self._down_address, behind, *gate)
         else:
             self._wait_at(self.down, gate)
             self._copy_by_torch(self.down, [home.gradient for home in homes], grads)
+        if sums is not None:
+            sums.square_sums(targets, values)
         arrival = torch.cuda.Event(blocking=True)
         arrival.record(self.down)
-        self._leaving.append((arrival, size, list(grads)))
+        self._leaving.append((arrival, size, grads))
         return arrival
 
     def _bring(self, into: list, homes: list, gate: tuple[int, int], behind_current: bool) -> None:
@@ -183,7 +187,6 @@ class DeviceLink:
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
         left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
-        self.states.flush()
         self._bound_leaving(0, asks=True)
         for _, _, grads in self._leaving:
             for grad in grads:

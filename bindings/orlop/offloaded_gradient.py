@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from sys import getrefcount
 
 import torch
 
@@ -68,7 +68,9 @@ class OffloadedGradient(torch.Tensor):
     def make(slot) -> OffloadedGradient:
         """What is to stand in for the next gradient of a slot: the last one, if nobody else has kept it."""
         slot.stand_in = None
-        if _is_free(slot):
+        # Whether nobody but the slot has it: in Python its attribute and the argument are the only references, in torch
+        # the one of the Python object is.
+        if _use_count is not None and getrefcount(slot.made) == 2 and _use_count(slot.made) == 1:
             return slot.made
         if slot.stand_in_of is None:
             parameter = slot.param
@@ -112,12 +114,6 @@ class OffloadedGradient(torch.Tensor):
 
 
 _use_count = getattr(torch.Tensor, "_use_count", None)  # an older torch does not tell
-
-
-def _is_free(slot) -> bool:
-    """Whether nobody but the slot has its last stand-in: in Python its attribute and the argument below are the only
-    references, in torch the one of the Python object is."""
-    return _use_count is not None and sys.getrefcount(slot.made) == 2 and _use_count(slot.made) == 1
 
 
 _IN_PLACE_DUNDERS = {

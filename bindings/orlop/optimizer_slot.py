@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from . import _orlop, errors
-from .gradient_batch import Unit, keep, settle
+from .gradient_batch import GradientHooks, Unit, keep, settle
 from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
 from .state_home import DeviceHome, HostHome
@@ -40,7 +40,8 @@ class Slot:
         self.stand_in: OffloadedGradient | None = None
         self.made: OffloadedGradient | None = None  # the last stand-in, in use or not
         self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
-        self.waits = False  # for the rest of its unit: backward has written `p.grad`
+        self.waits = False  # for others of its unit: backward has written `p.grad`
+        self.hooks: GradientHooks | None = None  # where gradients leave while backward runs
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
         self.uploaded = None  # event behind the weights of the last update
         self.count, self.expected = 0, 1
@@ -66,6 +67,8 @@ class Slot:
 
     def _forget(self) -> None:
         self.stand_in = None
+        if self.hooks is not None and not self.waits:
+            self.hooks.rest()
         self.expected = self.count or self.expected  # micro-batches of the last step
         self.count = 0  # micro-batches in it
         self.factor = 1.0
@@ -73,6 +76,11 @@ class Slot:
         self.square_sum: tuple[float, bool] | None = None  # of a gradient that has left
         self.copied = False  # the home has an equal copy of the plain `p.grad`
         self.home.forget_gradient()
+
+    def watch(self) -> None:
+        """Backward is to ask before it writes `p.grad` again."""
+        if self.hooks is not None:
+            self.hooks.watch()
 
     def before_accumulation(self) -> None:
         """Backward is about to add to `p.grad`, which must then be empty or a plain tensor."""

@@ -136,7 +136,7 @@ class Placement:
         old.link.states.make_current_stream_wait()
         (new,) = optimizer.make_host_homes([slot.param], [slot.link], [slot.seed])
         new.adopt(slot)
-        new.row, slot.home = old.row, new
+        new.target.row, slot.home = old.target.row, new
         for key, plane in old.planes.items():
             new.planes[key].copy_(plane)
         if slot.stand_in is not None:

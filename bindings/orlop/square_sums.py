@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from . import _orlop
-from .torch_support import DTYPES
 
 _ROW_BYTES = 16  # a sum in fp64, and the index of the first NaN or Inf
-_LATER_BYTES = 64 << 20  # of gradients that wait for others
 
 
 class SquareSums:
-    """A row for each parameter. They run on torch's current stream, in the order that the host has."""
+    """A row for each parameter, which its target knows. They run on torch's current stream, in the order that the host
+    has."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -20,53 +19,26 @@ class SquareSums:
         self._rows = 0
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
-        self._later: dict[int, torch.Tensor] = {}  # the newest gradient of a row
-        self._later_bytes = 0
-        self._later_on = 0  # torch's stream that has written them
+        self._scratch: torch.Tensor | None = None
+        self._scratch_of = 0  # the stream that uses it
 
     def current_stream(self) -> int:
         """Torch's, as the driver names it."""
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def take_row(self) -> int:
-        """A place for the sum of one parameter."""
-        self._rows += 1
-        return self._rows - 1
-
-    def square_sums(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
-        """Issues the sums of dense gradients."""
+    def square_sums(self, targets: list[_orlop.GradientTarget], values: list[int]) -> None:
+        """Issues the sums of dense gradients, which are at these addresses."""
+        for target in targets:
+            if target.row < 0:
+                target.row = self._rows
+                self._rows += 1
         if self._sums is None or self._sums.shape[0] < self._rows:
-            sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
-            if self._sums is not None:
-                sums[: self._sums.shape[0]] = self._sums
-            self._sums = sums
-        self._issue(gradients, rows)
+            self._grow()
+        self._issue(targets, values)
         self._read = None
-
-    def square_sums_later(self, gradients: list[torch.Tensor], rows: list[int], size: int) -> None:
-        """As square_sums(), of gradients of `size` bytes that nobody will write, together with others: once they are
-        enough to be worth the launches, with flush(), or when somebody reads."""
-        stream = self.current_stream()
-        if stream != self._later_on:
-            self.flush()
-            self._later_on = stream
-        self._later.update(zip(rows, gradients, strict=True))
-        self._later_bytes += size
-        if self._later_bytes >= _LATER_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._later:
-            return
-        later, self._later, self._later_bytes = self._later, {}, 0
-        gradients = list(later.values())
-        if self._later_on != self.current_stream():
-            self._follow(gradients)
-        self.square_sums(gradients, list(later))
 
     def read_sums(self) -> list[tuple[float, int]]:
         """By row: the sum of squares, and the index of the first NaN or Inf or -1. Waits for them."""
-        self.flush()
         if self._read is None:
             sums = self._sums.cpu()
             totals = sums.view(torch.float64)[:, 0].tolist()
@@ -76,26 +48,23 @@ class SquareSums:
     def forget_sums(self) -> None:
         """All rows are free again."""
         self.unmeasured.clear()
-        self._later, self._later_bytes = {}, 0
-        self._rows, self._sums, self._read = 0, None, None
+        self._rows, self._sums, self._read, self._scratch = 0, None, None, None
 
-    def _issue(self, gradients: list[torch.Tensor], rows: list[int]) -> None:
-        squares = _orlop.DeviceSquareSums(
-            [(grad.data_ptr(), DTYPES[grad.dtype], grad.numel()) for grad in gradients],
-            rows,
-            self._sums.data_ptr(),
-        )
-        scratch = torch.empty(squares.scratch_bytes, dtype=torch.uint8, device=self.device)
-        squares.issue(scratch.data_ptr(), self.device.index, self.current_stream())
+    def _grow(self) -> None:
+        """Twice the rows. Any stream of torch may write the old ones before it, and the new ones after it."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda _: None
+        wait(self.device)
+        sums = torch.zeros(2 * self._rows, _ROW_BYTES, dtype=torch.uint8, device=self.device)
+        if self._sums is not None:
+            sums[: self._sums.shape[0]] = self._sums
+        wait(self.device)
+        self._sums = sums
 
-    def _follow(self, gradients: list[torch.Tensor]) -> None:
-        """Another stream of torch has become current since these gradients were written."""
-        current = torch.cuda.current_stream(self.device)
-        written_on = (
-            torch.cuda.ExternalStream(self._later_on, self.device)
-            if self._later_on
-            else torch.cuda.default_stream(self.device)
+    def _issue(self, targets: list, values: list[int]) -> None:
+        stream, size = self.current_stream(), _orlop.square_sums_scratch_bytes(targets)
+        if self._scratch is None or stream != self._scratch_of or self._scratch.nbytes < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._scratch_of = stream
+        _orlop.device_square_sums(
+            targets, values, self._sums.data_ptr(), self._scratch.data_ptr(), self.device.index, stream
         )
-        current.wait_stream(written_on)
-        for gradient in gradients:
-            gradient.record_stream(current)

@@ -41,10 +41,10 @@ class HostHome:
         self.weights = self._flat_plane("weights", self.dtype) if link else None
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         if hold:
-            self.gradient_address, self.gradient_bytes = self.gradient.data_ptr(), self.gradient.nbytes
+            self.gradient_bytes = self.gradient.nbytes
+            self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel, self.gradient.data_ptr())
         self.measured = False  # the sum of the gradient's squares is there, or on its way
-        self.sums = None  # the device's that has it, in `row`; None: the optimizer's thread
-        self.row: int | None = None  # for good, also where the states move
+        self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device
         self.version_address = native.written_address(index)  # of the word that says how far its jobs have come
@@ -128,8 +128,7 @@ class HostHome:
     def keep(homes: list[HostHome], grads: list[torch.Tensor], measures: bool) -> None:
         """Each of `grads`, in the weights' layout, becomes the gradient of its home, behind the last job, which may
         still read the one before. All homes have one link, or none. With `measures` and a link the squares are summed
-        before they leave the device, or where that has no part of Orlop behind their arrival; else when somebody
-        asks."""
+        on the device, or where that has no part of Orlop behind their arrival; else when somebody asks."""
         link, native, job = homes[0].link, homes[0].native, 0
         if not link:
             for home, grad in zip(homes, grads, strict=True):
@@ -137,22 +136,13 @@ class HostHome:
                 home.gradient.copy_(grad)
             return
         sums = link.states if measures and link.states is not None and link.states.is_available else None
-        if sums is not None:
-            rows = [home.row_of(sums) for home in homes]
-            sums.square_sums_later(grads, rows, sum([home.gradient_bytes for home in homes]))
-        arrival = link.offload(grads, homes)
+        arrival = link.offload(grads, homes, sums)
         if measures and sums is None:
             job = native.measure([home.index for home in homes], *link.fence(arrival), arrival)
         for home in homes:
             home.arrival = home.left_last = arrival
             home.measured, home.sums = measures, sums
             home.job = job or home.job
-
-    def row_of(self, sums) -> int:
-        """Where the device's sums have the one of this home."""
-        if self.row is None:
-            self.row = sums.take_row()
-        return self.row
 
     def became_sum(self, job: int) -> None:
         """The optimizer's thread makes the gradient here, out of a sum, and its norm."""
@@ -178,7 +168,7 @@ class HostHome:
 
     def squares(self, slot) -> tuple[float, bool]:
         if self.measured and self.sums is not None:
-            total, bad = self.sums.read_sums()[self.row]
+            total, bad = self.sums.read_sums()[self.target.row]
         elif self.measured:
             total, bad = self.native.measured(self.index)
         else:
@@ -207,7 +197,8 @@ class DeviceHome:
     def __init__(self, slot, link):
         param, moments = slot.param, slot.moments
         self.link, self.dtype, self.numel = link, param.dtype, param.numel()
-        self.row = slot.home.row_of(link.states)
+        self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel)  # leaves for nowhere
+        self.target.row = slot.home.target.row
         self.bytes = device_bytes(param, moments)
         self.planes = {key: _empty_as(param, moments) for key in MOMENT_KEYS}
         self.shard = _orlop.AdamShard(
@@ -312,7 +303,7 @@ class DeviceHome:
     def squares(self, slot) -> tuple[float, bool]:
         if not self.measured:
             measure_on_device([slot])
-        total, bad = self.link.states.read_sums()[self.row]
+        total, bad = self.link.states.read_sums()[self.target.row]
         return total, bad < 0
 
     def forget_gradient(self) -> None:
@@ -332,7 +323,7 @@ def measure_on_device(slots: list) -> None:
     for states in {slot.home.link.states for slot in slots}:
         homes = list(states.unmeasured)
         states.unmeasured.clear()
-        states.square_sums([home.gradient for home in homes], [home.row for home in homes])
+        states.square_sums([home.target for home in homes], [home.gradient.data_ptr() for home in homes])
         for home in homes:
             home.measured = True
 

@@ -41,9 +41,9 @@ class _Link:
             block.stale, block.update = True, (slot.home, version)
         manager.forget_readings()
 
-    def offload(self, grads, homes):
+    def offload(self, grads, homes, sums=None):
         if self._inner is not None:
-            return self._inner.offload(grads, homes)
+            return self._inner.offload(grads, homes, sums)
         for home, grad in zip(homes, grads, strict=True):
             home.native.wait([home.index])
             home.gradient.copy_(grad)

@@ -59,6 +59,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
+    """A stream of torch's by the driver's name for it, 0 for the default stream."""
+    return torch.cuda.ExternalStream(address, device) if address else torch.cuda.default_stream(device)
+
+
 def in_layout_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """`tensor` with the strides of `parameter`, copied only where they differ."""
     if tensor.is_neg() or tensor.is_conj():

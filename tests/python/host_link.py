@@ -13,7 +13,6 @@ import torch
 import orlop
 from orlop import _orlop, adam_slots
 from orlop.square_sums import SquareSums
-from orlop.torch_support import DTYPES
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
@@ -63,12 +62,12 @@ class HostStates(SquareSums):
     def make_place(self):
         self.synchronize()
 
-    def _issue(self, gradients, rows):
-        for grad, row in zip(gradients, rows, strict=True):
-            view = _orlop.GradientView(grad.data_ptr(), DTYPES[grad.dtype], grad.numel())
+    def _issue(self, targets, values):
+        for target, address in zip(targets, values, strict=True):
+            view = _orlop.GradientView(address, target.dtype, target.numel)
             total, _, first = self._native.norm([view])
-            self._sums[row].view(torch.float64)[0] = total
-            self._sums[row].view(torch.int64)[1] = first
+            self._sums[target.row].view(torch.float64)[0] = total
+            self._sums[target.row].view(torch.int64)[1] = first
 
     def begin(self):
         self.synchronize()
@@ -159,7 +158,9 @@ class HostLink:
 
     close = unpin
 
-    def offload(self, grads, homes):
+    def offload(self, grads, homes, sums=None):
+        if sums is not None:
+            sums.square_sums([home.target for home in homes], [grad.data_ptr() for grad in grads])
         self._check_pinned(home.gradient for home in homes)
         newest = max(homes, key=lambda home: home.job)
         newest.native.wait([newest.index])
@@ -176,7 +177,6 @@ class HostLink:
             assert self._is_pinned(tensor.data_ptr(), tensor.nbytes)
 
     def let_go(self):
-        self.states.flush()
         self.let_go_at = self.offloads
 
     def take_room(self, size):

@@ -97,10 +97,15 @@ def test_square_sums_equal_those_of_the_host(dtypes):
             tensor[-1:] = math.inf
         found = torch.empty(len(sizes), 2, dtype=torch.float64, device="cuda")
         on_device = [tensor.cuda() for tensor in values]
-        gradients = [(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel()) for tensor in on_device]
-        sums = _orlop.DeviceSquareSums(gradients, rows, found.data_ptr())
-        scratch = torch.empty(sums.scratch_bytes, dtype=torch.uint8, device="cuda")
-        sums.issue(scratch.data_ptr(), torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+        targets = [_orlop.GradientTarget(DTYPES[tensor.dtype], tensor.numel()) for tensor in on_device]
+        for target, row in zip(targets, rows, strict=True):
+            target.row = row
+        size = _orlop.square_sums_scratch_bytes(targets)
+        scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
+        _orlop.device_square_sums(
+            targets, [tensor.data_ptr() for tensor in on_device], found.data_ptr(), scratch.data_ptr(),
+            torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
         totals, firsts = found[:, 0].tolist(), found.view(torch.int64)[:, 1].tolist()
         for tensor, row in zip(values, rows, strict=True):
             view = _orlop.GradientView(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel())
@@ -174,9 +179,12 @@ def test_square_sums_of_less_than_nothing_are_refused():
     except RuntimeError as error:
         pytest.skip(f"this build has no CUDA part: {error}")
     values = torch.zeros(8)
-    sums = _orlop.DeviceSquareSums([(values.data_ptr(), _orlop.DType.F32, -1)], [0], values.data_ptr())
+    target = _orlop.GradientTarget(_orlop.DType.F32, -1)
+    with pytest.raises(orlop.UsageError, match="gradient 0 has row -1"):
+        _orlop.device_square_sums([target], [values.data_ptr()], values.data_ptr(), 0, 0, 0)
+    target.row = 0
     with pytest.raises(orlop.UsageError, match="numel = -1"):
-        sums.issue(0, 0, 0)
+        _orlop.device_square_sums([target], [values.data_ptr()], values.data_ptr(), 0, 0, 0)
 
 
 def test_shards_that_cannot_be_updated_are_refused():

@@ -169,7 +169,11 @@ def test_norms_on_the_device_are_summed_in_one_call(monkeypatch, clip):
         train(model, optimizer, 1)
         (link,) = optimizer._links.values()
         calls, issue = [], link.states.square_sums
-        monkeypatch.setattr(link.states, "square_sums", lambda g, rows: (calls.append(sorted(rows)), issue(g, rows)))
+        monkeypatch.setattr(
+                link.states,
+                "square_sums",
+                lambda targets, values: (issue(targets, values), calls.append(sorted(t.row for t in targets))),
+            )
         rows = list(range(len(optimizer._slots)))
         for counts in (1, 1, 3, 3):
             for part in range(counts):
