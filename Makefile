@@ -72,10 +72,14 @@ test-gpu: $(STAMPS)/venv-test
 
 format:
 	clang-format -i $(FORMATTED)
+	ruff check --fix --quiet
+	ruff format --quiet
 
 # Without precompiled headers: each file includes what it uses.
 lint: build
 	clang-format --dry-run --Werror $(FORMATTED)
+	ruff check --quiet
+	ruff format --check --quiet
 	cmake --preset dev -B build-lint -DORLOP_PRECOMPILE=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DPython_EXECUTABLE=$(CURDIR)/$(PYTHON) >$(STAMPS)/configure-lint.log
 	clang-tidy --quiet -p build-lint $(TIDIED)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import resource
 import statistics
@@ -45,7 +46,8 @@ SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 256},
 }  # fmt: skip
-TOKENS = {"l3": (8, 2048), "l1": (8, 2048), "tiny": (2, 32)}  # sequences of a micro-batch, tokens of a sequence
+# Sequences of a micro-batch, tokens of a sequence.
+TOKENS = {"l3": (8, 2048), "l1": (8, 2048), "tiny": (2, 32)}
 PARTS = ("compute", "door1", "door2", "auto")
 GIB = 2**30
 
@@ -105,7 +107,7 @@ class Passes:
 
     def seconds(self) -> list[float]:
         """Of forward and backward of every micro-batch, in order. The device is done."""
-        pairs = zip(self._ends, self._ends[1:])
+        pairs = itertools.pairwise(self._ends)
         if self._on_device:
             return [before.elapsed_time(after) * 1e-3 for before, after in pairs]
         return [after - before for before, after in pairs]
@@ -269,7 +271,7 @@ class Bench:
         result = {
             "part": part, "micro_batches": micro_batches, "tokens": tokens, "median_s": median,
             "min_s": min(seconds), "max_s": max(seconds), "steps": len(seconds),
-            "passes_s": [statistics.median(times) for times in zip(*self.passes)],
+            "passes_s": [statistics.median(times) for times in zip(*self.passes, strict=True)],
             "host_s": {key: statistics.median(m[key] for m in marks) for key in marks[0]},
             "hooks_us": self.hook_times(model, hooks, micro_batches) if optimizer is not None else {},
             "sums_gib": self.sums(optimizer) if optimizer is not None else {},
@@ -312,7 +314,11 @@ class Bench:
             parts: dict[str, int] = defaultdict(int)
             for name in place["parameters"]:
                 parts[part_of(name)] += 1
-            found[where] = {"gib": place["bytes"] / GIB, "parameters": len(place["parameters"]), "parts": parts}
+            found[where] = {
+                "gib": place["bytes"] / GIB,
+                "parameters": len(place["parameters"]),
+                "parts": parts,
+            }
         return found
 
     def print_places(self, part, model, optimizer) -> None:
@@ -340,7 +346,9 @@ class Bench:
                   + ", ".join(f"{key} {value:.0f}" for key, value in r["hooks_us"].items()))  # fmt: skip
         for purpose, size in r["sums_gib"].items():
             print(f"    {purpose}: {size:.2f} GiB")
-        print(f"    peaks: device {r['device_peak_gib']:.2f} GiB, host {r['host_peak_gib']:.2f} GiB", flush=True)
+        print(
+            f"    peaks: device {r['device_peak_gib']:.2f} GiB, host {r['host_peak_gib']:.2f} GiB", flush=True
+        )
 
 
 def parse(arguments) -> argparse.Namespace:

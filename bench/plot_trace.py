@@ -30,14 +30,16 @@ def read_lanes(path: Path) -> dict[str, list[tuple[float, float, str]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, nargs=2, metavar=("BEGIN", "END"))
     args = parser.parse_args()
     lanes = read_lanes(args.trace)
     figure, axes = plt.subplots(figsize=(11, 0.55 * len(lanes) + 1.2))
-    for row, (name, spans) in enumerate(reversed(lanes.items())):
+    for row, spans in enumerate(reversed(lanes.values())):
         axes.broken_barh([(begin, length) for begin, length, _ in spans], (row - 0.38, 0.76), linewidth=0)
     axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
     axes.set_xlabel("seconds")

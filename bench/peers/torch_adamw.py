@@ -95,10 +95,7 @@ def main() -> int:
             line += f" {orlop['of_ceiling']:9.3f} | {ratios[-1]:13.2f}"
         print(line, flush=True)
     if ratios:
-        print(
-            f"Orlop / torch: median {statistics.median(ratios):.2f} "
-            f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-        )
+        print(f"Orlop / torch: median {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
     return 0
 
 

@@ -1,8 +1,9 @@
 """The loop of plain_loop.py with the weights of its blocks in host memory: two lines new."""
 
-import orlop
 import torch
 from common import batches, build_model
+
+import orlop
 
 model = build_model()
 opt = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)

@@ -46,7 +46,7 @@ class StateSide:
 
     def home_changed(self, slot, old):
         """The states of a slot have left the home `old`: what torch's state shows are those where they are."""
-        state = self.state[slot.param] if slot.param in self.state else {}
+        state = self.state.get(slot.param, {})
         for key, plane in slot.planes.items():
             if state.get(key) is old.planes[key]:
                 state[key] = plane

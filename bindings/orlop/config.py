@@ -226,13 +226,24 @@ _OPTIONS = (
     Option("wave", _POSITIVE, None, "micro-batches per wave"),
     Option("nvme_optimizer_blocks", _COUNT, None, "last blocks whose optimizer states are on the drives"),
     Option("nvme_param_blocks", _COUNT, None, "last blocks whose weights are there, too"),
-    Option("nvme_optimizer_share", _ratio, None, "share of those blocks' (alone: all blocks') states that is there"),
+    Option(
+        "nvme_optimizer_share",
+        _ratio,
+        None,
+        "share of those blocks' (alone: all blocks') states that is there",
+    ),
     Option("nvme_param_share", _ratio, None, "likewise of their weights"),
     Option("reference_ops", parse_bool, False, "plain loops instead of oneDNN (host)", is_flag=True),
     Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
     Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
     # Run.
-    Option("resume", str, "auto", "auto (the complete checkpoint that was written last), must, never, or a step-N folder", ("resume_from_checkpoint",)),
+    Option(
+        "resume",
+        str,
+        "auto",
+        "auto (the complete checkpoint that was written last), must, never, or a step-N folder",
+        ("resume_from_checkpoint",),
+    ),
     Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
     Option(
         "async_save",

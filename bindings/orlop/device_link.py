@@ -56,7 +56,8 @@ class DeviceLink:
         self.down = torch.cuda.Stream(device)
         self.up = torch.cuda.Stream(device)
         # As the driver names them, for calls on the way of every block.
-        self._index, self._down_address, self._up_address = device.index, self.down.cuda_stream, self.up.cuda_stream
+        self._index = device.index
+        self._down_address, self._up_address = self.down.cuda_stream, self.up.cuda_stream
         self._pinned: dict[int, int] = {}  # bytes by address
         # Gradients on their way: their arrival, their bytes, and they themselves, so that nobody else gets their memory.
         self._leaving: deque[tuple[torch.cuda.Event, int, list]] = deque()
@@ -263,7 +264,9 @@ class DeviceLink:
         if gate != _OPEN:
             status = self._driver.cuStreamWaitValue32_v2(stream.cuda_stream, *gate, _WAIT_UNTIL_AT_LEAST)
             if status != 0:
-                raise errors.DeviceError(f"cuStreamWaitValue32 for version {gate[1]}: CUDA driver status {status}")
+                raise errors.DeviceError(
+                    f"cuStreamWaitValue32 for version {gate[1]}: CUDA driver status {status}"
+                )
 
     def _gate_address(self, gate: int) -> int | None:
         """Where the device sees a pinned word; None for one that it does not."""

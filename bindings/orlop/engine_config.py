@@ -83,7 +83,9 @@ def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:
             prefetch_depth=config.prefetch,
             resident_blocks=config.resident_blocks,
             device_optimizer_blocks=config.device_optimizer_blocks,
-            activations=None if config.activations is None else _orlop.Tier.__members__[config.activations.upper()],
+            activations=None
+            if config.activations is None
+            else _orlop.Tier.__members__[config.activations.upper()],
             wave=config.wave,
             nvme_optimizer_blocks=config.nvme_optimizer_blocks,
             nvme_param_blocks=config.nvme_param_blocks,

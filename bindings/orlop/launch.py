@@ -154,7 +154,10 @@ class _Ranks:
                 end = time.monotonic() + _GRACE_SECONDS
             if end is not None and time.monotonic() >= end and self._running:
                 names = ", ".join(map(str, self._running))
-                print(f"orlop: still running after {_GRACE_SECONDS:.0f} s, killed: rank {names}", file=sys.stderr)
+                print(
+                    f"orlop: still running after {_GRACE_SECONDS:.0f} s, killed: rank {names}",
+                    file=sys.stderr,
+                )
                 self.kill()
         return self._failed
 

@@ -47,7 +47,8 @@ class HostHome:
         self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
         self.arrival = None  # event of the copy in flight
         self.left_last = None  # event of the last copy from the device
-        self.version_address = native.written_address(index)  # of the word that says how far its jobs have come
+        # Of the word that says how far its jobs have come.
+        self.version_address = native.written_address(index)
         self.job = 0  # version of the last work that was submitted for this tensor
         self._planes_seen = None  # versions of weights and master at the last update
 
@@ -252,7 +253,8 @@ class DeviceHome:
     def write_master(self, slot, values: torch.Tensor) -> None:
         """`values` (numel) fp32 in host memory; the weights become their rounding."""
         if self.dtype == torch.bfloat16:
-            bits = torch.where(values.isnan(), torch.full_like(values, float("nan")), values).view(torch.int32)
+            one_nan = torch.full_like(values, float("nan"))
+            bits = torch.where(values.isnan(), one_nan, values).view(torch.int32)
             high = ((bits + 0x8000) >> 16).to(torch.int16)
             flat(self.planes["master_lo"]).copy_(bits.view(torch.int16)[::2])
             flat(slot.param).copy_(high.view(torch.bfloat16))

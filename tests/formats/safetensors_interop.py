@@ -17,8 +17,17 @@ except ImportError as error:
     sys.exit(77)
 
 PROGRAM = sys.argv[1]
-NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
-         "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
 def orlop_reads(path):

@@ -111,9 +111,12 @@ def reference(model, name, lengths):
     row_loss = torch.cat(
         [
             torch.nn.functional.cross_entropy(
-                model(input_ids=tokens[None]).logits[0].float(), wanted, reduction="none", ignore_index=IGNORED
+                model(input_ids=tokens[None]).logits[0].float(),
+                wanted,
+                reduction="none",
+                ignore_index=IGNORED,
             )
-            for tokens, wanted in zip(documents, labels)
+            for tokens, wanted in zip(documents, labels, strict=True)
         ]
     )
     all_labels = torch.cat(labels)
@@ -123,7 +126,7 @@ def reference(model, name, lengths):
         "tokens": torch.cat(documents),
         "labels": all_labels,
         "positions": torch.cat([torch.arange(n) for n in lengths]),
-        "cu_seqlens": torch.tensor([0] + lengths).cumsum(0),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
     }
     tensors = {key: value.to(torch.int32) for key, value in tensors.items()}
     tensors["row_loss"] = row_loss.detach()

@@ -60,5 +60,7 @@ CASES = [
 
 print("// Written by make_lr_table.py.")
 for kind, shape, peak, total, warmup, decay, floor, schedule in CASES:
-    print(f"{{{{LrScheduleKind::{kind}, {peak!r}, {total}, {warmup}, {decay}, WsdDecay::{shape}, {floor!r}}},")
+    print(
+        f"{{{{LrScheduleKind::{kind}, {peak!r}, {total}, {warmup}, {decay}, WsdDecay::{shape}, {floor!r}}},"
+    )
     print(" {" + ", ".join(repr(v) for v in rates(peak, schedule)) + "}},")

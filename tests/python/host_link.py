@@ -75,7 +75,7 @@ class HostStates(SquareSums):
     def adam_steps(self, shards, hypers, factor):
         addresses = [shard.grad for shard in shards]
 
-        def work(before=list(self.issued)):
+        def work(before=tuple(self.issued)):
             for earlier in before:
                 earlier.synchronize()
             for shard, hyper, address in zip(shards, hypers, addresses, strict=True):
@@ -208,7 +208,7 @@ class HostLink:
         self._check_pinned(slot.home.weights for slot in slots)
         gate = ctypes.c_uint32.from_address(written)
 
-        def copy(homes=[slot.home for slot in slots]):
+        def copy(homes=tuple(slot.home for slot in slots)):
             while gate.value < version:
                 time.sleep(0.0005)
             for slot, home in zip(slots, homes, strict=True):
@@ -226,7 +226,8 @@ class HostLink:
         if update is not None:
             home, version = update
             home.native.wait([home.index])
-            assert ctypes.c_uint32.from_address(home.version_address).value >= version  # what a stream would wait for
+            written = ctypes.c_uint32.from_address(home.version_address)
+            assert written.value >= version  # what a stream would wait for
         before, self.brought = self.brought, Updated(None)
 
         def copy():

@@ -149,7 +149,8 @@ def test_sums_on_the_device_and_in_host_memory_give_the_same_bits(dtype, hidden)
 def test_step_does_not_wait_for_the_device(states):
     """The stream waits for the weights; the calling thread does not wait for the stream."""
     p = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
-    optimizer = orlop.AdamW([p], lr=0.1, states=states, nonfinite="apply")  # the check for NaN needs the gradients
+    # The check for NaN would need the gradients.
+    optimizer = orlop.AdamW([p], lr=0.1, states=states, nonfinite="apply")
     for _ in range(3):
         p.sum().backward()
         optimizer.step()
@@ -205,7 +206,11 @@ def test_changed_weights_are_where_the_next_step_starts(dtype):
 @pytest.mark.parametrize("clip", ["ours", "torch"])
 @pytest.mark.parametrize(
     ("scaler_class", "weights"),
-    [(torch.amp.GradScaler, torch.float32), (orlop.GradScaler, torch.float32), (orlop.GradScaler, torch.float16)],
+    [
+        (torch.amp.GradScaler, torch.float32),
+        (orlop.GradScaler, torch.float32),
+        (orlop.GradScaler, torch.float16),
+    ],
     ids=["torch-autocast", "ours-autocast", "ours-fp16"],
 )
 def test_fp16_with_both_scalers(scaler_class, weights, clip):
@@ -439,7 +444,9 @@ def test_python_time_per_block(states, width):
     plain = copy.deepcopy(model)
     optimizer = orlop.AdamW(model.parameters(), module=model, states=states)
     rounds = [(seconds(model, optimizer), seconds(plain, None)) for _ in range(60)]
-    with_orlop, without = ([min(pass_) for pass_ in zip(*side, strict=True)] for side in zip(*rounds, strict=True))
+    with_orlop, without = (
+        [min(pass_) for pass_ in zip(*side, strict=True)] for side in zip(*rounds, strict=True)
+    )
     added = [(a - b) / blocks for a, b in zip(with_orlop, without, strict=True)]
     print(f"{states}, {width}: forward {added[0] * 1e6:.1f}, backward {added[1] * 1e6:.1f} us per block")
     assert max(added) <= 100e-6

@@ -211,7 +211,9 @@ class Parts(torch.nn.Module):
         shared = torch.nn.Linear(width, width)
         self.inp = torch.nn.Linear(8, width)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({"a": torch.nn.Linear(width, width), "norm": torch.nn.LayerNorm(width), "b": shared})
+            torch.nn.ModuleDict(
+                {"a": torch.nn.Linear(width, width), "norm": torch.nn.LayerNorm(width), "b": shared}
+            )
             for _ in range(3)
         )
 

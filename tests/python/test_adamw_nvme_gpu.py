@@ -39,7 +39,10 @@ def drives(tmp_path):
 
 def finish(optimizer, model):
     states = {
-        key: {name: value.cpu().clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        key: {
+            name: value.cpu().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
         for key, state in optimizer.state_dict()["state"].items()
     }
     places = set(optimizer.placement())

@@ -81,11 +81,13 @@ def test_updates_equal_those_of_the_host(dtype, moments, decoupled):
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("dtypes", [*([d] for d in DTYPES), list(DTYPES)], ids=["fp32", "bf16", "fp16", "mixed"])
+@pytest.mark.parametrize(
+    "dtypes", [*([d] for d in DTYPES), list(DTYPES)], ids=["fp32", "bf16", "fp16", "mixed"]
+)
 def test_square_sums_equal_those_of_the_host(dtypes):
     """In one call, in rows of their own; the index of the first NaN or Inf too. More tensors than one launch takes,
     empty ones among them and at the end."""
-    sizes = ([0, *SIZES, 16384, 16385] * 20)[:-1] + [0, 0]
+    sizes = [*([0, *SIZES, 16384, 16385] * 20)[:-1], 0, 0]
     native = _orlop.TensorOptimizer(1)
     rows = list(reversed(range(len(sizes))))
     for bad in [False, True]:
@@ -200,7 +202,7 @@ def test_shards_that_cannot_be_updated_are_refused():
         shard = shard_of(torch.bfloat16, torch.float32, planes, grad)
         _orlop.device_adam_steps([shard], [hyper(1)], 1.0, 0, 0, 0)
 
-    with pytest.raises(orlop.UsageError, match="F32.*BF16"):
+    with pytest.raises(orlop.UsageError, match=r"F32.*BF16"):
         step(planes, torch.zeros(8))
     with pytest.raises(orlop.UsageError, match="lo"):
         step({k: v for k, v in planes.items() if k != "lo"}, weights.clone())

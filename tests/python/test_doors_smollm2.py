@@ -84,9 +84,7 @@ def expected(folder, tokens):
     def get(device):
         if device not in known:
             model = load(folder, device)
-            known[device] = train(
-                model, torch.optim.AdamW(model.parameters(), **HYPER), tokens, device
-            )
+            known[device] = train(model, torch.optim.AdamW(model.parameters(), **HYPER), tokens, device)
         return known[device]
 
     return get

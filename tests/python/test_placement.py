@@ -52,9 +52,7 @@ def train(model, optimizer, steps, first=0, counts=(1,), clip=1.0, between=None)
 
 
 def bits(optimizer):
-    return copy.deepcopy(optimizer.state_dict()["state"]), [
-        optimizer.master(p) for p in optimizer._slots
-    ]
+    return copy.deepcopy(optimizer.state_dict()["state"]), [optimizer.master(p) for p in optimizer._slots]
 
 
 def assert_equal(a, b):
@@ -96,7 +94,9 @@ def test_same_bits_for_every_placement(monkeypatch, dtype, moments, counts, hidd
             decay = [p for p in model.parameters() if p.dim() > 1]
             rest = [p for p in model.parameters() if p.dim() == 1]
             groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "maximize": False, "lr": 2e-3}]
-            optimizer = orlop.AdamW(groups, lr=1e-2, module=model if hidden else None, moments=moments, **options)
+            optimizer = orlop.AdamW(
+                groups, lr=1e-2, module=model if hidden else None, moments=moments, **options
+            )
             result = train(model, optimizer, 11, counts=counts), bits(optimizer)
             weights = [p.detach().clone() for p in model.parameters()]
             placed = on_device(optimizer)
@@ -143,7 +143,9 @@ def test_states_move_once_after_the_first_step(monkeypatch):
         assert sorted(weights) == ["blocks.0.weight", "blocks.1.weight", "inp.weight", "out.weight"]
         report = optimizer.placement()
         assert sorted(report["cpu"]["parameters"] + report["host"]["parameters"]) == sorted(names)
-        assert report["cpu"]["bytes"] + report["host"]["bytes"] == 10 * sum(p.numel() for p in model.parameters())
+        assert report["cpu"]["bytes"] + report["host"]["bytes"] == 10 * sum(
+            p.numel() for p in model.parameters()
+        )
         assert describe(report) in repr(optimizer)
         train(model, optimizer, 20, first=1)
         assert on_device(optimizer) == placed
@@ -170,10 +172,10 @@ def test_norms_on_the_device_are_summed_in_one_call(monkeypatch, clip):
         (link,) = optimizer._links.values()
         calls, issue = [], link.states.square_sums
         monkeypatch.setattr(
-                link.states,
-                "square_sums",
-                lambda targets, values: (issue(targets, values), calls.append(sorted(t.row for t in targets))),
-            )
+            link.states,
+            "square_sums",
+            lambda targets, values: (issue(targets, values), calls.append(sorted(t.row for t in targets))),
+        )
         rows = list(range(len(optimizer._slots)))
         for counts in (1, 1, 3, 3):
             for part in range(counts):
@@ -260,7 +262,9 @@ def test_gradients_on_the_device_read_as_those_in_host_memory(monkeypatch):
             return result
 
     expected, got = run(0), run(1 << 20)
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(expected[0], got[0], strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(expected[0], got[0], strict=True)
+    )
     assert_equal(expected[1], got[1])
     assert expected[2] == got[2] != ""
 
@@ -454,7 +458,9 @@ def test_door2_keeps_states_of_resident_blocks_on_the_device(monkeypatch, dtype,
         link = HostLink(torch.device("cpu"), room)
         monkeypatch.setattr(wrapping, "_device_link", lambda device, limit, link=link: link)
         model, optimizer = orlop.wrap(
-            Model(dtype, blocks=6), {"lr": 1e-2}, {"limits": {"gpu": block * (6 if resident == 6 else resident + 2)}}
+            Model(dtype, blocks=6),
+            {"lr": 1e-2},
+            {"limits": {"gpu": block * (6 if resident == 6 else resident + 2)}},
         )
         assert train(model, optimizer, 12, counts=counts) == expected
         placed = on_device(optimizer)
@@ -463,7 +469,9 @@ def test_door2_keeps_states_of_resident_blocks_on_the_device(monkeypatch, dtype,
         if room == 1 << 20:
             assert {f"blocks.{i}.weight" for i in range(6 - resident, 6)} <= set(placed)
         assert_equal(bits(optimizer), bits(expected_optimizer))
-        for (name, a), b in zip(model.state_dict().items(), expected_model.state_dict().values(), strict=True):
+        for (name, a), b in zip(
+            model.state_dict().items(), expected_model.state_dict().values(), strict=True
+        ):
             assert torch.equal(a, b), name
         with orlop.gathered(model, write=True), torch.no_grad():
             for p in model.parameters():

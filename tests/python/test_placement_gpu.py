@@ -71,9 +71,7 @@ def test_same_bits_for_every_placement(dtype, moments, door, counts):
             model, optimizer = orlop.wrap(model, options, device="cuda")
         else:
             model = model.cuda()
-            optimizer = orlop.AdamW(
-                model.parameters(), module=model if door == "module" else None, **options
-            )
+            optimizer = orlop.AdamW(model.parameters(), module=model if door == "module" else None, **options)
         losses = train(model, optimizer, counts=counts)
         placed = len(on_device(optimizer))
         result = copy.deepcopy(bits(optimizer))
@@ -117,7 +115,9 @@ def test_a_limit_is_kept():
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = Model(torch.bfloat16, width=4096, blocks=8).cuda()  # 134 M elements: 1.6 GB of states and gradients
+    model = Model(
+        torch.bfloat16, width=4096, blocks=8
+    ).cuda()  # 134 M elements: 1.6 GB of states and gradients
     limit = torch.cuda.memory_allocated() + (2 << 30)
     optimizer = orlop.AdamW(model.parameters(), module=model, device_limit=limit)
     train(model, optimizer, 6)

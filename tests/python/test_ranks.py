@@ -118,7 +118,8 @@ def finish(process: subprocess.Popen) -> tuple[int, str]:
 
 def test_the_limit_of_writes_per_day_is_that_of_all_ranks(inputs, tmp_path):
     drives = ("--nvme", tmp_path / "swap", "--nvme-optimizer-blocks", 3, "--nvme-param-blocks", 2)
-    plan = ("plan", "--model", inputs / "model", "--device", "host", "--seq-len", 32, "--precision", "fp32", "--json")
+    plan = ["plan", "--model", inputs / "model", "--device", "host", "--seq-len", 32]
+    plan += ["--precision", "fp32", "--json"]
     command = [str(word) for word in (sys.executable, "-m", "orlop", *plan, *drives, "--ranks", 2)]
     per_step = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[
         "nvme_written_bytes"
@@ -129,7 +130,9 @@ def test_the_limit_of_writes_per_day_is_that_of_all_ranks(inputs, tmp_path):
     assert "by 2 ranks on the machine of rank 0" in output and "saved" in output
     (saved,) = (path for path in (tmp_path / "run").iterdir() if path.name.startswith("step-"))
     assert 2 <= int(saved.name.removeprefix("step-")) <= 4
-    code, output = finish(start(inputs, tmp_path / "run", "gpus", 2, 2, *drives, "--nvme-writes-per-day", "1TiB"))
+    code, output = finish(
+        start(inputs, tmp_path / "run", "gpus", 2, 2, *drives, "--nvme-writes-per-day", "1TiB")
+    )
     assert (code, f"resumed from {saved}" in output) == (0, True), output
 
 
@@ -165,7 +168,7 @@ def test_gradients_travel_in_sixteen_bits_when_told(inputs, two_ranks, tmp_path)
     assert "which send each other gradients in BF16" in output
     assert losses(tmp_path / "run") == pytest.approx(two_ranks, rel=1e-4)
     assert losses(tmp_path / "run") != two_ranks
-    plan = "-m orlop plan --device host --seq-len 32 --json --ranks 2".split()
+    plan = ["-m", "orlop", "plan", "--device", "host", "--seq-len", "32", "--json", "--ranks", "2"]
     command = [sys.executable, *plan, *wire, "--model", str(inputs / "model")]
     report = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(report.stdout)["gradient_wire"] == "BF16"

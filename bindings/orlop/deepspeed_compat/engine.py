@@ -301,7 +301,9 @@ class DeepSpeedEngine(torch.nn.Module):
         for name, p in self.module.named_parameters():
             if p.requires_grad and name in gradients:
                 saved = gradients[name].to(device=p.device, dtype=p.dtype)
-                p.grad = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=p.device).copy_(saved)
+                p.grad = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=p.device).copy_(
+                    saved
+                )
 
     def module_state_dict(self, exclude_frozen_parameters=False):
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}

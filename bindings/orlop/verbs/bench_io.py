@@ -8,14 +8,16 @@ faster than into memory, so our side has as many in that comparison. What an eng
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +101,7 @@ def _pairs(ours: Callable[[], float], peer: Callable[[], float], count: int) -> 
         order = ((peer, theirs), (ours, mine)) if index % 2 == 0 else ((ours, mine), (peer, theirs))
         for measure, into in order:
             into.append(measure())
-    ratios = [a / b for a, b in zip(mine, theirs)]
+    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
     return {
         "bytes_per_second": statistics.median(mine),
         "fio_bytes_per_second": statistics.median(theirs),
@@ -117,8 +119,8 @@ def beside_fio(folder: str, size: int, point: dict, pairs: int, config: RunConfi
         side = _OurSide(path, size, block * depth, point, config)
         rows = {
             pattern: _pairs(
-                lambda: side.run(pattern),
-                lambda: _run_fio(path, side.size, block, depth, config.nvme_direct, pattern),
+                functools.partial(side.run, pattern),
+                functools.partial(_run_fio, path, side.size, block, depth, config.nvme_direct, pattern),
                 pairs,
             )
             for pattern in _PATTERNS

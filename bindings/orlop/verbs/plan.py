@@ -11,7 +11,9 @@ SUMMARY = "memory and time of a run, without running it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--evaluate", action="store_true", help="of orlop eval, which holds the weights alone")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="of orlop eval, which holds the weights alone"
+    )
     parser.add_argument(
         "--ranks",
         type=int,
