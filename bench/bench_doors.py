@@ -55,7 +55,7 @@ GIB = 2**30
 class HookClock:
     """Host time that Orlop's hooks take, by pass: from before the first of them is registered."""
 
-    # module or class, hook; all are called with the block or the parameter they belong to
+    # module or class, hook
     HOOKS = (
         (block_hooks, "_enter"),
         (block_hooks, "_leave"),
@@ -63,6 +63,7 @@ class HookClock:
         (forward_gate, "_before_forward"),
         (gradient_batch.GradientHooks, "before"),
         (gradient_batch.GradientHooks, "after"),
+        (gradient_batch.Collector, "_end"),
     )
 
     def __init__(self):
@@ -78,8 +79,8 @@ class HookClock:
             try:
                 return hook(*args)
             finally:
-                key = ("forward" if in_backward() == -1 else "backward", name)
-                self.seconds[key] += time.perf_counter() - begin
+                in_forward = in_backward() == -1 and name != "end"  # which comes when the graph is done
+                self.seconds["forward" if in_forward else "backward", name] += time.perf_counter() - begin
 
         return timed
 
