@@ -1,4 +1,4 @@
-"""Takes gradients to where the optimizer keeps them, those of a block in one go."""
+"""Takes gradients to where the optimizer keeps them, those of a block, or of several small ones, in one go."""
 
 from __future__ import annotations
 
