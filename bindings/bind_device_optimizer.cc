@@ -2,14 +2,15 @@
 #include <pybind11/stl.h>
 
 #include <functional>
+#include <string>
 #include <tuple>
 #include <vector>
 
-#include "base/check.h"
 #include "bindings/addresses.h"
 #include "bindings/bind.h"
 #include "orlop/cpu_adam.h"
 #include "orlop/device_optimizer.h"
+#include "orlop/error.h"
 
 namespace py = pybind11;
 
@@ -44,7 +45,10 @@ void square_sums(const Targets& targets, const std::vector<Address>& values, Add
   std::vector<DeviceGradient> gradients = make_gradients(targets);
   for (size_t i = 0; i < gradients.size(); ++i) {
     const int64_t row = targets[i].get().row;
-    check(row >= 0, ErrorCode::kUsage, "device_square_sums: gradient {} has row {}", i, row);
+    if (row < 0) {
+      throw Error(ErrorCode::kUsage, "device_square_sums: gradient " + std::to_string(i) +
+                                         " has row " + std::to_string(row));
+    }
     gradients[i].values = pointer<const void>(values.at(i));
     gradients[i].result = pointer<DeviceSquareSum>(results) + row;
   }
