@@ -105,6 +105,15 @@ def blocks_leave_one_by_one(request, monkeypatch):
         monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
 
 
+@pytest.fixture
+def away(monkeypatch):
+    """All parameters are treated as those of a device."""
+    from host_link import all_away
+
+    with all_away(monkeypatch):
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """model_dir(kind, tied) -> folder, each made once."""

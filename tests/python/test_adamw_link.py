@@ -12,16 +12,9 @@ torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
 from adam_reference import Reference  # noqa: E402
-from host_link import HostLink, HostStates, all_away  # noqa: E402
-from orlop import adam_slots, gradient_batch  # noqa: E402
+from host_link import HostLink  # noqa: E402
+from orlop import adam_slots  # noqa: E402
 from orlop.device_link import DeviceLink  # noqa: E402
-
-
-@pytest.fixture
-def away(monkeypatch):
-    """All parameters are treated as those of a device."""
-    with all_away(monkeypatch):
-        yield
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
@@ -270,140 +263,6 @@ def test_norms_are_of_gradients_that_have_arrived(away, accumulation, gradients,
         optimizer.zero_grad()
     optimizer.synchronize()
     assert all(bool(p.isnan().all()) == (nonfinite == "apply") for p in params)  # as torch's clipping does
-    optimizer.close()
-
-
-def test_squares_of_gradients_that_leave_are_summed_before(away, monkeypatch):
-    """Together with them, on the device; where that has no part of Orlop, by the optimizer's thread: the same norm."""
-
-    def run(available, least):
-        monkeypatch.setattr(HostStates, "is_available", available)
-        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
-        torch.manual_seed(1)
-        model = torch.nn.Sequential()
-        model.layers = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(3))
-        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
-        (link,) = optimizer._links.values()
-        calls, issue = [], link.states.square_sums
-        monkeypatch.setattr(link.states, "square_sums", lambda *a: (calls.append(len(a[0])), issue(*a)))
-        norms = []
-        for count in (1, 1, 2):
-            for _ in range(count):
-                x = torch.randn(4, 40)
-                for layer in model.layers:
-                    x = layer(x).tanh()
-                x.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(optimizer.grad_norm)
-        optimizer.close()
-        return norms, calls
-
-    norms, calls = run(True, 1 << 30)
-    assert calls == [6] * 3  # the second of two micro-batches is added on the host
-    assert run(True, 1) == (norms, [2, 2, 2] * 3)
-    assert run(False, 1) == (norms, [])
-
-
-def test_small_blocks_leave_together(away, monkeypatch):
-    """Until they are enough, the last ones when the backward ends; a block of which some parameters got no gradient
-    too. The bits do not depend on it."""
-
-    def run(least, counts=(1, 3, 3, 2)):
-        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
-        torch.manual_seed(1)
-        model = torch.nn.Sequential()
-        model.layers = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(5))
-        for layer in list(model.layers)[:2]:
-            layer.unused = torch.nn.Parameter(torch.ones(1))
-        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
-        (link,) = optimizer._links.values()
-        left, offload = [], link.offload
-        monkeypatch.setattr(
-            link, "offload", lambda grads, *rest: (left.append(len(grads)), offload(grads, *rest))[1]
-        )
-        norms = []
-        for count in counts:
-            for _ in range(count):
-                x = torch.randn(4, 40)
-                for layer in model.layers:
-                    x = layer(x).tanh()
-                x.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(optimizer.grad_norm)
-        optimizer.synchronize()
-        optimizer.close()
-        return norms, [p.detach().clone() for p in model.parameters()], left
-
-    block = 4 * (40 * 40 + 40)
-    norms, weights, left = run(1)
-    assert left[:5] == [2] * 5
-    for least, expected in ((block + 1, [4, 4, 2]), (1 << 30, [10])):
-        other_norms, other_weights, left = run(least)
-        assert left[: len(expected)] == expected
-        assert other_norms == norms
-        assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
-
-
-@pytest.mark.parametrize("least", [1, 1 << 30])
-def test_weights_shared_by_reentrant_checkpoints(away, monkeypatch, least):
-    """Autograd adds to a gradient within one backward, which has left or waits to leave: the sum is the same as of two
-    micro-batches."""
-    from torch.utils.checkpoint import checkpoint
-
-    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
-
-    def run(checkpointed):
-        torch.manual_seed(1)
-        shared = torch.nn.Linear(40, 40, bias=False)
-        shared.unused = torch.nn.Parameter(torch.ones(1))
-        own = torch.nn.Linear(40, 40, bias=False)
-        model = torch.nn.Sequential()
-        model.layers = torch.nn.ModuleList([shared, own])
-        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
-        for _ in range(3):
-            x = torch.randn(4, 40, requires_grad=True)
-            for layer in (shared, own):
-                x = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
-            x = shared(x)
-            x.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        optimizer.close()
-        return [p.detach().clone() for p in model.parameters()]
-
-    for a, b in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_autograd_asks_before_it_writes_only_where_something_stands(away, monkeypatch):
-    """That call costs more than the one after."""
-    calls, before = [], gradient_batch.GradientHooks.before
-    monkeypatch.setattr(
-        gradient_batch.GradientHooks, "before", lambda self, g: (calls.append(1), before(self, g))[1]
-    )
-    model = torch.nn.Sequential()
-    model.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
-
-    def backward():
-        x = torch.ones(2, 4)
-        for layer in model.layers:
-            x = layer(x)
-        x.sum().backward()
-        counted = len(calls)
-        calls.clear()
-        return counted
-
-    assert [backward(), backward(), backward()] == [0, 6, 6]
-    optimizer.step()
-    optimizer.zero_grad()
-    assert [backward(), backward()] == [0, 6]
-    optimizer.step()
-    model.zero_grad()  # seen when the forward of a block begins
-    assert [backward(), backward()] == [0, 6]
     optimizer.close()
 
 

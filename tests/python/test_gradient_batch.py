@@ -1,0 +1,162 @@
+"""Which gradients leave together, and when, with a host link in the place of the CUDA one."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import orlop  # noqa: E402
+from host_link import HostStates  # noqa: E402
+from orlop import gradient_batch  # noqa: E402
+
+WIDTH = 40
+BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+ALL = 1 << 30  # bytes that no backward here has
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def open_optimizer(model):
+    """With the only link of its parameters."""
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+    (link,) = optimizer._links.values()
+    return optimizer, link
+
+
+def count_first(monkeypatch, owner, name):
+    """The length of the first argument of every call of a method, in a list that grows."""
+    lengths, method = [], getattr(owner, name)
+    monkeypatch.setattr(
+        owner, name, lambda first, *rest: (lengths.append(len(first)), method(first, *rest))[1]
+    )
+    return lengths
+
+
+def train(model, optimizer, counts):
+    """Norms of steps of so many micro-batches each, and the weights after them."""
+    norms = []
+    for count in counts:
+        for _ in range(count):
+            model(torch.randn(4, WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    optimizer.close()
+    return norms, [p.detach().clone() for p in model.parameters()]
+
+
+def equal(results, others):
+    (norms, weights), (other_norms, other_weights) = results, others
+    return norms == other_norms and all(
+        torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True)
+    )
+
+
+def test_squares_are_summed_with_what_leaves(away, monkeypatch):
+    """On the device; where that has no part of Orlop, by the optimizer's thread: the same norm."""
+
+    def run(available, least):
+        monkeypatch.setattr(HostStates, "is_available", available)
+        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
+        model = Stack(3)
+        optimizer, link = open_optimizer(model)
+        calls = count_first(monkeypatch, link.states, "square_sums")
+        return train(model, optimizer, (1, 1, 2)), calls
+
+    expected, calls = run(True, ALL)
+    assert calls == [6] * 3  # the second of two micro-batches is added on the host
+    for available, least, wanted in ((True, 1, [2, 2, 2] * 3), (False, 1, [])):
+        results, calls = run(available, least)
+        assert calls == wanted
+        assert equal(results, expected)
+
+
+def test_small_blocks_leave_together(away, monkeypatch):
+    """Until they are enough, the last ones when the backward ends; a block of which some parameters got no gradient
+    too. The bits do not depend on it."""
+
+    def run(least):
+        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
+        model = Stack(5)
+        for layer in list(model.layers)[:2]:
+            layer.unused = torch.nn.Parameter(torch.ones(1))
+        optimizer, link = open_optimizer(model)
+        left = count_first(monkeypatch, link, "offload")
+        return train(model, optimizer, (1, 3, 3, 2)), left
+
+    expected, left = run(1)
+    assert left[:5] == [2] * 5
+    for least, wanted in ((BLOCK_BYTES + 1, [4, 4, 2]), (ALL, [10])):
+        results, left = run(least)
+        assert left[: len(wanted)] == wanted
+        assert equal(results, expected)
+
+
+class Shared(Stack):
+    """Weights of which autograd writes the gradient twice in one backward: outside and inside of a checkpoint."""
+
+    def __init__(self, checkpointed):
+        super().__init__(2)
+        self.layers[0].unused = torch.nn.Parameter(torch.ones(1))  # so that the block is never complete
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x.requires_grad_()
+        for layer in reversed(self.layers):
+            x = checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x)
+        return self.layers[0](x)
+
+
+def test_a_second_gradient_in_one_backward(away, monkeypatch):
+    """Whether the first has left or waits to leave, they are summed in fp32 as those of two micro-batches are."""
+
+    def run(least, dtype=torch.float32, checkpointed=True):
+        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
+        model = Shared(checkpointed).to(dtype)
+        optimizer, _ = open_optimizer(model)
+        torch.set_default_dtype(dtype)
+        try:
+            return train(model, optimizer, (1, 1, 1))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    for a, b in zip(run(ALL)[1], run(ALL, checkpointed=False)[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert equal(run(1, torch.bfloat16), run(ALL, torch.bfloat16))
+
+
+def test_autograd_asks_before_it_writes_only_where_something_stands(away, monkeypatch):
+    """That call costs more than the one after."""
+    calls, before = [], gradient_batch.GradientHooks.before
+    monkeypatch.setattr(
+        gradient_batch.GradientHooks, "before", lambda self, g: (calls.append(1), before(self, g))[1]
+    )
+    model = Stack(3)
+    optimizer, _ = open_optimizer(model)
+
+    def backward():
+        calls.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        return len(calls)
+
+    assert [backward(), backward(), backward()] == [0, 6, 6]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [backward(), backward()] == [0, 6]
+    optimizer.step()
+    model.zero_grad()  # seen when the forward of a block begins
+    assert [backward(), backward()] == [0, 6]
+    optimizer.close()
