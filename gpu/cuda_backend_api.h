@@ -82,9 +82,12 @@ void orlop_cuda_square_sums(const orlop::DeviceGradient* gradients, size_t count
 using OrlopCudaSquareSums = void (*)(const orlop::DeviceGradient*, size_t, void*,
                                      const orlop::DeviceStream*);
 
+void* orlop_cuda_device_address(const void* memory);
+using OrlopCudaDeviceAddress = void* (*)(const void*);
+
 void orlop_cuda_copies(const orlop::DeviceCopy* copies, size_t count,
                        const orlop::DeviceStream* stream, void* behind,
-                       const orlop::DeviceGate* gate);
+                       const orlop::DeviceGate* gate, void* done);
 using OrlopCudaCopies = void (*)(const orlop::DeviceCopy*, size_t, const orlop::DeviceStream*,
-                                 void*, const orlop::DeviceGate*);
+                                 void*, const orlop::DeviceGate*, void*);
 }

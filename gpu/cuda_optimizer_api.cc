@@ -32,15 +32,9 @@ std::vector<kernels::SquareSumArgs> square_sum_args(std::span<const DeviceGradie
   return args;
 }
 
-// At most so long are the copies that a kernel does.
+// Copies that a kernel does are at most so long, and at least so many: few go with longer ones.
 constexpr size_t kSmallCopyBytes = size_t{64} << 10;
-
-// Where the device reaches memory, or null: host memory that is not pinned.
-void* device_address(const void* memory) {
-  cudaPointerAttributes attributes{};
-  ORLOP_CUDA(cudaPointerGetAttributes(&attributes, memory));
-  return attributes.type == cudaMemoryTypeUnregistered ? nullptr : attributes.devicePointer;
-}
+constexpr size_t kFewSmallCopies = 8;
 
 // What `stream` is given from here on runs behind what `other` was given so far. A wait is for the
 // event as it is recorded then: one of each device serves all.
@@ -56,22 +50,56 @@ void put_behind(cudaStream_t stream, cudaStream_t other, int device) {
   ORLOP_CUDA(cudaStreamWaitEvent(stream, event->second.get(), 0));
 }
 
+bool is_default_stream(cudaStream_t stream) {
+  return stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
+}
+
+// Copies between a device and pinned host memory, in one call of the driver: each by itself costs
+// the thread that issues it as much as a launch. The driver takes no batch on a default stream.
+void issue_batch(std::span<const DeviceCopy> copies, cudaStream_t stream) {
+  if (is_default_stream(stream) || copies.size() == 1) {
+    for (const DeviceCopy& copy : copies) {
+      ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+    }
+    return;
+  }
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> bytes;
+  for (const DeviceCopy& copy : copies) {
+    to.push_back(copy.to);
+    from.push_back(copy.from);
+    bytes.push_back(copy.bytes);
+  }
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;  // copy that the attributes are of, and all behind it
+  ORLOP_CUDA(cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes,
+                                  &first, 1, stream));
+}
+
 void issue_copies(std::span<const DeviceCopy> copies, cudaStream_t stream) {
-  std::vector<kernels::SmallCopy> small;
-  small.reserve(copies.size());
+  std::vector<DeviceCopy> pinned;
+  std::vector<kernels::SmallCopy> small;  // those of them that a kernel can do
   for (const DeviceCopy& copy : copies) {
     if (copy.bytes == 0) continue;
-    if (copy.bytes <= kSmallCopyBytes) {
-      void* to = device_address(copy.to);
-      const void* from = device_address(copy.from);
-      if (to != nullptr && from != nullptr) {
-        small.push_back({to, from, static_cast<uint32_t>(copy.bytes)});
-        continue;
-      }
+    void* to = copy.device_to != nullptr ? copy.device_to : orlop_cuda_device_address(copy.to);
+    const void* from =
+        copy.device_from != nullptr ? copy.device_from : orlop_cuda_device_address(copy.from);
+    if (to == nullptr || from == nullptr) {
+      ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+      continue;
     }
-    ORLOP_CUDA(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDefault, stream));
+    pinned.push_back(copy);
+    if (copy.bytes <= kSmallCopyBytes) {
+      small.push_back({to, from, static_cast<uint32_t>(copy.bytes)});
+    }
   }
-  kernels::copy_small(small, stream);
+  if (small.size() == pinned.size() || small.size() > kFewSmallCopies) {
+    kernels::copy_small(small, stream);
+    std::erase_if(pinned, [](const DeviceCopy& copy) { return copy.bytes <= kSmallCopyBytes; });
+  }
+  if (!pinned.empty()) issue_batch(pinned, stream);
 }
 
 }  // namespace
@@ -122,9 +150,15 @@ ORLOP_EXPORT void orlop_cuda_square_sums(const DeviceGradient* gradients, size_t
                        static_cast<cudaStream_t>(stream->stream));
 }
 
+ORLOP_EXPORT void* orlop_cuda_device_address(const void* memory) {
+  cudaPointerAttributes attributes{};
+  ORLOP_CUDA(cudaPointerGetAttributes(&attributes, memory));
+  return attributes.type == cudaMemoryTypeUnregistered ? nullptr : attributes.devicePointer;
+}
+
 ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
                                     const DeviceStream* stream, void* behind,
-                                    const DeviceGate* gate) {
+                                    const DeviceGate* gate, void* done) {
   const DeviceScope scope(stream->device);
   auto* issued = static_cast<cudaStream_t>(stream->stream);
   if (gate->address != 0) {
@@ -134,5 +168,6 @@ ORLOP_EXPORT void orlop_cuda_copies(const DeviceCopy* copies, size_t count,
   if (behind != stream->stream)
     put_behind(issued, static_cast<cudaStream_t>(behind), stream->device);
   issue_copies({copies, count}, issued);
+  if (done != nullptr) ORLOP_CUDA(cudaEventRecord(static_cast<cudaEvent_t>(done), issued));
 }
 }

@@ -49,8 +49,8 @@ class UpdateSide:
             updates.append(_orlop.TensorUpdate(home.index, view, hyper, *home.fence(), home.is_written()))
             owners += [owner, home.arrival]
         version = self._native.update(updates, factor, self.steps, owners)
-        for slot, _ in run:
-            slot.home.job = version
+        for turn, (slot, _) in enumerate(run):
+            slot.home.job, slot.home.turn = version, turn
             self.state[slot.param]["step"] += 1
         for link, slots in self._uploads(run):
             link.upload(slots, version)

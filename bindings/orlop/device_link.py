@@ -13,6 +13,7 @@ from . import _orlop, errors
 from .device_room import DeviceRoom
 from .device_states import DeviceStates, has_cuda_part
 from .square_sums import SquareSums
+from .state_home import last_at_work
 from .torch_support import flat
 
 _log = logging.getLogger("orlop")
@@ -45,6 +46,32 @@ def _driver():
     return driver
 
 
+class LeavingBatch:
+    """Gradients that leave together, step after step."""
+
+    def __init__(self, targets: list[_orlop.GradientTarget]):
+        self.targets = targets
+        self._native = _orlop.GradientBatch(targets)
+        self.bytes = self._native.bytes
+        self._arrival: torch.cuda.Event | None = None
+
+    def offload(self, link: DeviceLink, grads: list, gate: tuple[int, int], sums) -> torch.cuda.Event:
+        """Issues copies on the stream that the link has for it, and with `sums` the sums on torch's current one."""
+        values = [grad.data_ptr() for grad in grads]
+        room = sums.room_for(self._native, self.targets) if sums is not None else (0, 0)
+        index, down = link.device.index, link.down_address
+        behind = torch._C._cuda_getCurrentRawStream(index)
+        # An event that the optimizer's thread may still have to wait for is not recorded again: behind a closed gate
+        # the copies wait for that thread.
+        if self._arrival is not None and gate is _OPEN:
+            self._native.offload(values, index, down, behind, *gate, *room, self._arrival.cuda_event)
+        else:
+            self._native.offload(values, index, down, behind, *gate, *room)
+            self._arrival = torch.cuda.Event(blocking=True)
+            self._arrival.record(link.down)
+        return self._arrival
+
+
 class DeviceLink:
     """Streams of one device beside torch's own: gradients down, weights up, and in `states` the updates of what
     lives there. Homes are those of parameters in host memory (state_home.HostHome)."""
@@ -57,11 +84,12 @@ class DeviceLink:
         self.up = torch.cuda.Stream(device)
         # As the driver names them, for calls on the way of every block.
         self._index = device.index
-        self._down_address, self._up_address = self.down.cuda_stream, self.up.cuda_stream
+        self.down_address, self._up_address = self.down.cuda_stream, self.up.cuda_stream
         self._pinned: dict[int, int] = {}  # bytes by address
         # Gradients on their way: their arrival, their bytes, and they themselves, so that nobody else gets their memory.
         self._leaving: deque[tuple[torch.cuda.Event, int, list]] = deque()
         self._leaving_bytes = 0
+        self._batches: dict[_orlop.GradientTarget, LeavingBatch] = {}  # by their first target
         self._gates: dict[int, int | None] = {}  # address on the device of words that it waits for
         self.unpinned_bytes = 0
         self._driver = _driver()
@@ -72,6 +100,7 @@ class DeviceLink:
     def pin(self, ranges: list[tuple[int, int]]) -> None:
         """Registers host memory, so that copies from and to it run beside everything else."""
         self._gates.clear()
+        self._batches.clear()
         torch.cuda.current_stream(self.device).synchronize()  # makes the device's context current
         for address, size in ranges:
             if address in self._pinned or size == 0 or self._driver is None:
@@ -96,6 +125,7 @@ class DeviceLink:
             self._driver.cuMemHostUnregister(address)
             del self._pinned[address]
         self._gates.clear()
+        self._batches.clear()
 
     def unpin_ranges(self, ranges: list[tuple[int, int]]) -> None:
         """Gives these registrations back, before their memory goes. Waits for copies."""
@@ -128,27 +158,31 @@ class DeviceLink:
         """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
         the homes' last jobs, and has `sums` sum their squares; returns their arrival. The list of gradients is taken
         over. This thread waits only where too much is on its way."""
-        size = sum([home.gradient_bytes for home in homes])
-        self._bound_leaving(size)
-        newest = homes[0]  # of their jobs, which run in order
-        for home in homes:
-            if home.job > newest.job:
-                newest = home
-        gate = self._gate(newest, newest.job)
-        targets = [home.target for home in homes]
-        values = [grad.data_ptr() for grad in grads]
+        last = last_at_work(homes)
+        gate = self._gate(last, last.job)
         if has_cuda_part():
-            behind = torch._C._cuda_getCurrentRawStream(self._index)
-            _orlop.offload_gradients(targets, values, self._index, self._down_address, behind, *gate)
-        else:
-            self._wait_at(self.down, gate)
-            self._copy_by_torch(self.down, [home.gradient for home in homes], grads)
+            batch = self._batch_of([home.target for home in homes])
+            self._bound_leaving(batch.bytes)
+            arrival = batch.offload(self, grads, gate, sums)
+            self._leaving.append((arrival, batch.bytes, grads))
+            return arrival
+        size = sum(grad.nbytes for grad in grads)
+        self._bound_leaving(size)
+        self._wait_at(self.down, gate)
+        self._copy_by_torch(self.down, [home.gradient for home in homes], grads)
         if sums is not None:
-            sums.square_sums(targets, values)
+            sums.square_sums([home.target for home in homes], [grad.data_ptr() for grad in grads])
         arrival = torch.cuda.Event(blocking=True)
         arrival.record(self.down)
         self._leaving.append((arrival, size, grads))
         return arrival
+
+    def _batch_of(self, targets: list[_orlop.GradientTarget]) -> LeavingBatch:
+        """Most batches are those of the step before."""
+        batch = self._batches.get(targets[0])
+        if batch is None or batch.targets != targets:
+            batch = self._batches[targets[0]] = LeavingBatch(targets)
+        return batch
 
     def _bring(self, into: list, homes: list, gate: tuple[int, int], behind_current: bool) -> None:
         """Copies dense tensors, whose memory has the same order, on the stream that brings weights up, behind the gate
@@ -177,11 +211,13 @@ class DeviceLink:
         with `asks`."""
         leaving = self._leaving_bytes + size
         while self._leaving:
-            asks = asks or leaving > _MANY_LEAVING
-            if leaving <= _MOST_LEAVING and not (asks and self._leaving[0][0].query()):
-                break
-            arrival, left, _ = self._leaving.popleft()
-            arrival.synchronize()
+            arrival, left, _ = self._leaving[0]
+            has_left = (asks or leaving > _MANY_LEAVING) and arrival.query()
+            if not has_left:
+                if leaving <= _MOST_LEAVING:
+                    break
+                arrival.synchronize()
+            self._leaving.popleft()
             leaving -= left
         self._leaving_bytes = leaving
 

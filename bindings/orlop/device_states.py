@@ -39,7 +39,7 @@ class DeviceStates(SquareSums):
         self.stream = torch.cuda.Stream(device)
         if has_cuda_part():
             _orlop.device_load(device.index)
-        self._scratch: torch.Tensor | None = None  # of updates, which are in order
+        self._update_scratch: torch.Tensor | None = None  # updates are in order
         self._issued = 0  # batches of updates
         self._awaited: dict[int, int] = {}  # by torch's stream: the last batch that it waits for
 
@@ -65,11 +65,16 @@ class DeviceStates(SquareSums):
         """Issues the update of each shard with its gradient times `factor`; returns the event behind them. The
         gradients stay until let_go()."""
         with torch.cuda.stream(self.stream):
-            if self._scratch is None:
+            if self._update_scratch is None:
                 size = _orlop.device_adam_scratch_bytes()
-                self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+                self._update_scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
             _orlop.device_adam_steps(
-                shards, hypers, factor, self._scratch.data_ptr(), self.device.index, self.stream.cuda_stream
+                shards,
+                hypers,
+                factor,
+                self._update_scratch.data_ptr(),
+                self.device.index,
+                self.stream.cuda_stream,
             )
             updated = torch.cuda.Event()
             updated.record(self.stream)

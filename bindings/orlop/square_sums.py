@@ -19,8 +19,8 @@ class SquareSums:
         self._rows = 0
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
-        self._scratch: torch.Tensor | None = None
-        self._scratch_of = 0  # the stream that uses it
+        self._sums_scratch: torch.Tensor | None = None
+        self._scratch_of = self._scratch_bytes = 0  # the stream that uses it
 
     def current_stream(self) -> int:
         """Torch's, as the driver names it."""
@@ -28,14 +28,28 @@ class SquareSums:
 
     def square_sums(self, targets: list[_orlop.GradientTarget], values: list[int]) -> None:
         """Issues the sums of dense gradients, which are at these addresses."""
+        self._give_rows(targets)
+        self._read = None
+        self._issue(targets, values)
+
+    def room_for(self, batch: _orlop.GradientBatch, targets: list[_orlop.GradientTarget]) -> tuple[int, int]:
+        """Results and scratch of sums that somebody is about to issue on torch's current stream."""
+        if self._sums is None or not batch.has_rows:
+            self._give_rows(targets)
+        self._read = None
+        stream, size = self.current_stream(), batch.scratch_bytes
+        if stream != self._scratch_of or self._scratch_bytes < size:
+            self._sums_scratch = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._scratch_of, self._scratch_bytes = stream, size
+        return self._sums.data_ptr(), self._sums_scratch.data_ptr()
+
+    def _give_rows(self, targets: list[_orlop.GradientTarget]) -> None:
         for target in targets:
             if target.row < 0:
                 target.row = self._rows
                 self._rows += 1
-        if self._sums is None or self._sums.shape[0] < self._rows:
+        if self._sums is None or len(self._sums) < self._rows:
             self._grow()
-        self._issue(targets, values)
-        self._read = None
 
     def read_sums(self) -> list[tuple[float, int]]:
         """By row: the sum of squares, and the index of the first NaN or Inf or -1. Waits for them."""
@@ -48,7 +62,8 @@ class SquareSums:
     def forget_sums(self) -> None:
         """All rows are free again."""
         self.unmeasured.clear()
-        self._rows, self._sums, self._read, self._scratch = 0, None, None, None
+        self._rows, self._sums, self._read = 0, None, None
+        self._sums_scratch, self._scratch_bytes = None, 0
 
     def _grow(self) -> None:
         """Twice the rows. Any stream of torch may write the old ones before it, and the new ones after it."""
@@ -61,10 +76,6 @@ class SquareSums:
         self._sums = sums
 
     def _issue(self, targets: list, values: list[int]) -> None:
-        stream, size = self.current_stream(), _orlop.square_sums_scratch_bytes(targets)
-        if self._scratch is None or stream != self._scratch_of or self._scratch.nbytes < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self._scratch_of = stream
-        _orlop.device_square_sums(
-            targets, values, self._sums.data_ptr(), self._scratch.data_ptr(), self.device.index, stream
-        )
+        batch = _orlop.GradientBatch(targets)
+        room = self.room_for(batch, targets)
+        batch.square_sums(values, *room, self.device.index, self.current_stream())

@@ -41,15 +41,16 @@ class HostHome:
         self.weights = self._flat_plane("weights", self.dtype) if link else None
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         if hold:
-            self.gradient_bytes = self.gradient.nbytes
             self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel, self.gradient.data_ptr())
         self.measured = False  # the sum of the gradient's squares is there, or on its way
         self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
-        self.arrival = None  # event of the copy in flight
-        self.left_last = None  # event of the last copy from the device
+        self.arrival = (
+            None  # event of the last copy from the device; None behind what the optimizer's thread makes
+        )
         # Of the word that says how far its jobs have come.
         self.version_address = native.written_address(index)
         self.job = 0  # version of the last work that was submitted for this tensor
+        self.turn = 0  # among the tensors of that work
         self._planes_seen = None  # versions of weights and master at the last update
 
     def _flat_plane(self, plane: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -130,7 +131,7 @@ class HostHome:
         """Each of `grads`, in the weights' layout, becomes the gradient of its home, behind the last job, which may
         still read the one before. All homes have one link, or none. With `measures` and a link the squares are summed
         on the device, or where that has no part of Orlop behind their arrival; else when somebody asks."""
-        link, native, job = homes[0].link, homes[0].native, 0
+        link, native = homes[0].link, homes[0].native
         if not link:
             for home, grad in zip(homes, grads, strict=True):
                 native.wait([home.index])
@@ -138,17 +139,22 @@ class HostHome:
             return
         sums = link.states if measures and link.states is not None and link.states.is_available else None
         arrival = link.offload(grads, homes, sums)
+        for home in homes:
+            home.arrival, home.measured, home.sums = arrival, measures, sums
         if measures and sums is None:
             job = native.measure([home.index for home in homes], *link.fence(arrival), arrival)
-        for home in homes:
-            home.arrival = home.left_last = arrival
-            home.measured, home.sums = measures, sums
-            home.job = job or home.job
+            for turn, home in enumerate(homes):
+                home.job, home.turn = job, turn
 
     def became_sum(self, job: int) -> None:
         """The optimizer's thread makes the gradient here, out of a sum, and its norm."""
         self.job, self.arrival = job, None
         self.measured, self.sums = True, None
+
+    @property
+    def left_last(self):
+        """Event behind what last read a gradient on the device."""
+        return self.arrival
 
     def fence(self) -> tuple[int, int]:
         """What the optimizer's thread calls to wait for the gradient: address and argument."""
@@ -182,7 +188,16 @@ class HostHome:
         return _orlop.GradientView(values.data_ptr(), DTYPES[values.dtype], self.numel)
 
     def forget_gradient(self) -> None:
-        self.measured, self.arrival = False, None
+        self.measured = False
+
+
+def last_at_work(homes: list[HostHome]) -> HostHome:
+    """The one that the optimizer's thread is done with last: jobs run in order, and each takes its tensors in turn."""
+    last = homes[0]
+    for home in homes:
+        if home.job > last.job or (home.job == last.job and home.turn > last.turn):
+            last = home
+    return last
 
 
 class DeviceHome:

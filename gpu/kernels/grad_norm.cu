@@ -1,5 +1,7 @@
 #include "cpu_adam/grad_norm.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <type_traits>
@@ -10,8 +12,9 @@
 #include "gpu/kernels/load_kernel.h"
 
 // The square sums of cpu_adam/grad_norm.h in the same order: half a warp sums one chunk, one lane
-// each; a block folds its 16 chunks; one block folds what the blocks left. Block k starts at a
-// multiple of 16 chunks, so the levels are those of one fold over all chunks.
+// each; a block folds its 16 chunks; one block folds what the blocks left: one of a launch of its
+// own, or the one that is done last. Block k starts at a multiple of 16 chunks, so the levels are
+// those of one fold over all chunks.
 namespace orlop::kernels {
 namespace {
 
@@ -109,20 +112,25 @@ __global__ void __launch_bounds__(kBlock)
   sum_chunks(grad, rounded, numel, blockIdx.x, scratch, blockIdx.x);
 }
 
+// By a block of so many threads. Other blocks have written the scratch: it is read past the L1
+// cache.
+template <int kThreads>
 __device__ __forceinline__ void fold(const Scratch& scratch, double* square_sum,
                                      int64_t* first_nonfinite) {
-  __shared__ int64_t bads[kFoldBlock];
+  __shared__ int64_t bads[kThreads];
   const int tid = static_cast<int>(threadIdx.x);
   int64_t bad = INT64_MAX;
-  for (int64_t i = tid; i < scratch.blocks; i += kFoldBlock) {
-    bad = scratch.bad[i] < bad ? scratch.bad[i] : bad;
+  for (int64_t i = tid; i < scratch.blocks; i += kThreads) {
+    const int64_t other = __ldcg(reinterpret_cast<const long long*>(scratch.bad + i));
+    bad = other < bad ? other : bad;
   }
   bads[tid] = bad;
   double* from = scratch.sums;
   double* to = scratch.other;
   for (int64_t count = scratch.blocks; count > 1; count = (count + 1) / 2) {
-    for (int64_t i = tid; 2 * i < count; i += kFoldBlock) {
-      to[i] = 2 * i + 1 < count ? __dadd_rn(from[2 * i], from[2 * i + 1]) : from[2 * i];
+    for (int64_t i = tid; 2 * i < count; i += kThreads) {
+      const double even = __ldcg(from + 2 * i);
+      to[i] = 2 * i + 1 < count ? __dadd_rn(even, __ldcg(from + 2 * i + 1)) : even;
     }
     __syncthreads();
     double* swapped = from;
@@ -130,18 +138,18 @@ __device__ __forceinline__ void fold(const Scratch& scratch, double* square_sum,
     to = swapped;
   }
   __syncthreads();
-  for (int half = kFoldBlock / 2; half > 0; half /= 2) {
+  for (int half = kThreads / 2; half > 0; half /= 2) {
     if (tid < half) bads[tid] = bads[tid + half] < bads[tid] ? bads[tid + half] : bads[tid];
     __syncthreads();
   }
   if (tid != 0) return;
-  *square_sum = scratch.blocks > 0 ? from[0] : 0.0;
+  *square_sum = scratch.blocks > 0 ? __ldcg(from) : 0.0;
   *first_nonfinite = bads[0] == INT64_MAX ? -1 : bads[0];
 }
 
 __global__ void __launch_bounds__(kFoldBlock)
     fold_kernel(Scratch scratch, double* square_sum, int64_t* first_nonfinite) {
-  fold(scratch, square_sum, first_nonfinite);
+  fold<kFoldBlock>(scratch, square_sum, first_nonfinite);
 }
 
 // Several tensors of one launch, which takes the table with it.
@@ -154,11 +162,20 @@ struct SquareSumTable {
   int64_t* first_nonfinite[kMostTensors];
   int count;
 };
-static_assert(sizeof(SquareSumTable) + sizeof(Scratch) <= 4096, "what a launch takes");
+// Blocks that are done, by tensor: zero between launches.
+struct SquareSumProgress {
+  unsigned blocks[kMostTensors];
+};
+static_assert(sizeof(SquareSumTable) + sizeof(Scratch) + sizeof(void*) <= 4096,
+              "what a launch takes");
+
+// A tensor without elements has a block too, which writes its result.
+int64_t blocks_of(int64_t numel) { return std::max<int64_t>(1, ceil_div(numel, kBlockElements)); }
 
 template <typename In>
 __global__ void __launch_bounds__(kBlock)
-    square_sums_kernel(const __grid_constant__ SquareSumTable table, Scratch scratch) {
+    square_sums_kernel(const __grid_constant__ SquareSumTable table, Scratch scratch,
+                       SquareSumProgress* progress) {
   const int64_t block = blockIdx.x;
   int tensor = 0;  // the last one that begins at this block or before it
   for (int high = table.count - 1; tensor < high;) {
@@ -169,17 +186,21 @@ __global__ void __launch_bounds__(kBlock)
       high = middle - 1;
     }
   }
+  const int64_t first = table.first_block[tensor];
+  const int64_t blocks = table.first_block[tensor + 1] - first;
   sum_chunks<In, In>(static_cast<const In*>(table.values[tensor]), nullptr, table.numel[tensor],
-                     block - table.first_block[tensor], scratch, block);
-}
-
-// One block for each tensor.
-__global__ void __launch_bounds__(kFoldBlock)
-    fold_tensors_kernel(const __grid_constant__ SquareSumTable table, Scratch scratch) {
-  const int64_t first = table.first_block[blockIdx.x];
-  const int64_t blocks = table.first_block[blockIdx.x + 1] - first;
-  fold({scratch.sums + first, scratch.other + first, scratch.bad + first, blocks},
-       table.square_sum[blockIdx.x], table.first_nonfinite[blockIdx.x]);
+                     block - first, scratch, block);
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();  // what this block has written comes before its count
+    is_last = atomicAdd(&progress->blocks[tensor], 1U) == blocks - 1;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  fold<kBlock>({scratch.sums + first, scratch.other + first, scratch.bad + first, blocks},
+               table.square_sum[tensor], table.first_nonfinite[tensor]);
+  if (threadIdx.x == 0) progress->blocks[tensor] = 0;
 }
 
 // One thread: a few hundred FlatParams, each rank by rank, summed in their order.
@@ -236,25 +257,26 @@ void round_grad(const RoundGradArgs& args, cudaStream_t stream) {
 
 size_t square_sums_scratch_bytes(std::span<const SquareSumArgs> tensors) {
   int64_t blocks = 0;
-  for (const SquareSumArgs& tensor : tensors) blocks += ceil_div(tensor.numel, kBlockElements);
+  for (const SquareSumArgs& tensor : tensors) blocks += blocks_of(tensor.numel);
   // Sums, the levels between and bad indices. Every launch uses it from its begin.
-  return align_up(static_cast<size_t>(3 * blocks) * sizeof(double), kDeviceAlignment);
+  return kSquareSumsZeroBytes +
+         align_up(static_cast<size_t>(3 * blocks) * sizeof(double), kDeviceAlignment);
 }
 
 namespace {
 
+static_assert(sizeof(SquareSumProgress) <= kSquareSumsZeroBytes);
+
 void launch(const SquareSumTable& table, DType dtype, void* scratch, cudaStream_t stream) {
   const int64_t blocks = table.first_block[table.count];
-  auto* sums = static_cast<double*>(scratch);
+  auto* progress = static_cast<SquareSumProgress*>(scratch);
+  auto* sums = reinterpret_cast<double*>(static_cast<std::byte*>(scratch) + kSquareSumsZeroBytes);
   const Scratch parts{sums, sums + blocks, reinterpret_cast<int64_t*>(sums + 2 * blocks), blocks};
-  if (blocks > 0) {
-    dispatch_float(dtype, "square_sums", [&]<typename In>() {
-      square_sums_kernel<In><<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(table, parts);
-      ORLOP_CUDA_LAUNCHED("square_sums_kernel");
-    });
-  }
-  fold_tensors_kernel<<<static_cast<unsigned>(table.count), kFoldBlock, 0, stream>>>(table, parts);
-  ORLOP_CUDA_LAUNCHED("fold_tensors_kernel");
+  dispatch_float(dtype, "square_sums", [&]<typename In>() {
+    square_sums_kernel<In>
+        <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(table, parts, progress);
+    ORLOP_CUDA_LAUNCHED("square_sums_kernel");
+  });
 }
 
 }  // namespace
@@ -263,7 +285,6 @@ void load_square_sums() {
   load_kernel(square_sums_kernel<float>);
   load_kernel(square_sums_kernel<bf16>);
   load_kernel(square_sums_kernel<fp16>);
-  load_kernel(fold_tensors_kernel);
 }
 
 void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream) {
@@ -276,7 +297,7 @@ void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStre
       table.numel[table.count] = tensor.numel;
       table.square_sum[table.count] = tensor.square_sum;
       table.first_nonfinite[table.count] = tensor.first_nonfinite;
-      table.first_block[++table.count] = first + ceil_div(tensor.numel, kBlockElements);
+      table.first_block[++table.count] = first + blocks_of(tensor.numel);
       if (table.count < kMostTensors) continue;
       launch(table, dtype, scratch, stream);
       table.count = 0;  // first_block[0] stays 0

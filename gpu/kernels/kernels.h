@@ -47,8 +47,10 @@ struct SquareSumArgs {
   int64_t* first_nonfinite = nullptr;
   int64_t numel = 0;
 };
+// So many bytes, the first of the scratch, are zero before its first use. A call leaves them so.
+inline constexpr size_t kSquareSumsZeroBytes = 256;
 size_t square_sums_scratch_bytes(std::span<const SquareSumArgs> tensors);
-// Two launches for every 64 tensors of one dtype.
+// One launch for every 64 tensors of one dtype.
 void square_sums(std::span<const SquareSumArgs> tensors, void* scratch, cudaStream_t stream);
 // To the current device, which loads kernels when they are first asked for.
 void load_square_sums();

@@ -23,11 +23,14 @@ struct DeviceSquareSum {
   int64_t first_nonfinite = -1;  // index of the first NaN or Inf, or -1
 };
 
-// One copy between device memory and host memory, in either direction.
+// One copy between device memory and host memory, in either direction. Who copies often can tell
+// where the device reaches both, so that nobody asks the driver.
 struct DeviceCopy {
   void* to = nullptr;
   const void* from = nullptr;
   size_t bytes = 0;
+  void* device_to = nullptr;
+  const void* device_from = nullptr;
 };
 
 // A word of pinned host memory, by its address on the device, that is to reach `version` (compared
@@ -56,6 +59,9 @@ ORLOP_EXPORT void device_load(int device);
 // both, and Error(kUsage) for a device that is not there.
 ORLOP_EXPORT void check_device(int device);
 
+// Where the device reaches memory, or null: host memory that is not pinned.
+ORLOP_EXPORT void* device_address(const void* memory);
+
 ORLOP_EXPORT size_t device_adam_scratch_bytes();
 
 // One Adam step over planes in device memory. The gradient has the compute dtype. Throws
@@ -65,15 +71,17 @@ ORLOP_EXPORT void device_adam_step(const AdamShard& shard, const AdamHyper& hype
 
 ORLOP_EXPORT size_t device_square_sums_scratch_bytes(std::span<const DeviceGradient> gradients);
 
-// Sums of squares as grad_square_sum() adds them, in a few launches for all. Throws Error(kUsage)
-// for another dtype or a negative count.
+// Sums of squares as grad_square_sum() adds them, in one launch for 64 gradients of one dtype. The
+// first 256 bytes of the scratch are zero before its first use; a call leaves them so. Throws
+// Error(kUsage) for another dtype or a negative count.
 ORLOP_EXPORT void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch,
                                      const DeviceStream& stream);
 
 // Issues copies, which do not overlap, behind the gate and behind what `behind`, a cudaStream_t of
-// the same device, was given so far; those of at most 64 KiB in one launch for all. The call waits
-// for those whose host memory is not pinned, and for no others.
+// the same device, was given so far: in one call of the driver, or, where all are small, in one
+// launch. Behind them the cudaEvent_t `done` is recorded, unless it is null. The call waits for
+// those whose host memory is not pinned, and for no others.
 ORLOP_EXPORT void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream,
-                                void* behind, const DeviceGate& gate = {});
+                                void* behind, const DeviceGate& gate = {}, void* done = nullptr);
 
 }  // namespace orlop

@@ -14,6 +14,7 @@ struct CudaOptimizer {
   OrlopCudaSquareSumsScratchBytes square_sums_scratch_bytes = nullptr;
   OrlopCudaSquareSums square_sums = nullptr;
   OrlopCudaCopies copies = nullptr;
+  OrlopCudaDeviceAddress device_address = nullptr;
   OrlopCudaLoad load = nullptr;
   OrlopCudaCheckDevice check_device = nullptr;
   std::string error;
@@ -28,6 +29,7 @@ CudaOptimizer load() {
   cuda.square_sums_scratch_bytes =
       library.find<OrlopCudaSquareSumsScratchBytes>("orlop_cuda_square_sums_scratch_bytes");
   cuda.square_sums = library.find<OrlopCudaSquareSums>("orlop_cuda_square_sums");
+  cuda.device_address = library.find<OrlopCudaDeviceAddress>("orlop_cuda_device_address");
   cuda.copies = library.find<OrlopCudaCopies>("orlop_cuda_copies");
   cuda.load = library.find<OrlopCudaLoad>("orlop_cuda_load");
   cuda.check_device = library.find<OrlopCudaCheckDevice>("orlop_cuda_check_device");
@@ -48,6 +50,8 @@ const CudaOptimizer& cuda() {
 
 void device_load(int device) { cuda().load(device); }
 void check_device(int device) { cuda().check_device(device); }
+
+void* device_address(const void* memory) { return cuda().device_address(memory); }
 
 size_t device_adam_scratch_bytes() { return cuda().adam_scratch_bytes(); }
 
@@ -73,8 +77,8 @@ void device_square_sums(std::span<const DeviceGradient> gradients, void* scratch
 }
 
 void device_copies(std::span<const DeviceCopy> copies, const DeviceStream& stream, void* behind,
-                   const DeviceGate& gate) {
-  cuda().copies(copies.data(), copies.size(), &stream, behind, &gate);
+                   const DeviceGate& gate, void* done) {
+  cuda().copies(copies.data(), copies.size(), &stream, behind, &gate, done);
 }
 
 }  // namespace orlop

@@ -13,6 +13,7 @@ import torch
 import orlop
 from orlop import _orlop, adam_slots
 from orlop.square_sums import SquareSums
+from orlop.state_home import last_at_work
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
@@ -162,8 +163,10 @@ class HostLink:
         if sums is not None:
             sums.square_sums([home.target for home in homes], [grad.data_ptr() for grad in grads])
         self._check_pinned(home.gradient for home in homes)
-        newest = max(homes, key=lambda home: home.job)
-        newest.native.wait([newest.index])
+        last = last_at_work(homes)
+        last.native.wait([last.index])
+        for home in homes:  # nobody reads any more what the copy is about to overwrite
+            assert ctypes.c_uint32.from_address(home.version_address).value >= home.job
         self.offloads += len(grads)
         self.last = Late([home.gradient for home in homes], grads, self.last)
         return self.last

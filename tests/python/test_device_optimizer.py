@@ -102,10 +102,10 @@ def test_square_sums_equal_those_of_the_host(dtypes):
         targets = [_orlop.GradientTarget(DTYPES[tensor.dtype], tensor.numel()) for tensor in on_device]
         for target, row in zip(targets, rows, strict=True):
             target.row = row
-        size = _orlop.square_sums_scratch_bytes(targets)
-        scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
-        _orlop.device_square_sums(
-            targets, [tensor.data_ptr() for tensor in on_device], found.data_ptr(), scratch.data_ptr(),
+        batch = _orlop.GradientBatch(targets)
+        scratch = torch.zeros(batch.scratch_bytes, dtype=torch.uint8, device="cuda")
+        batch.square_sums(
+            [tensor.data_ptr() for tensor in on_device], found.data_ptr(), scratch.data_ptr(),
             torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
         totals, firsts = found[:, 0].tolist(), found.view(torch.int64)[:, 1].tolist()
@@ -182,11 +182,14 @@ def test_square_sums_of_less_than_nothing_are_refused():
         pytest.skip(f"this build has no CUDA part: {error}")
     values = torch.zeros(8)
     target = _orlop.GradientTarget(_orlop.DType.F32, -1)
+    batch = _orlop.GradientBatch([target])
+    assert not batch.has_rows
     with pytest.raises(orlop.UsageError, match="gradient 0 has row -1"):
-        _orlop.device_square_sums([target], [values.data_ptr()], values.data_ptr(), 0, 0, 0)
+        batch.square_sums([values.data_ptr()], values.data_ptr(), 0, 0, 0)
     target.row = 0
+    assert batch.has_rows
     with pytest.raises(orlop.UsageError, match="numel = -1"):
-        _orlop.device_square_sums([target], [values.data_ptr()], values.data_ptr(), 0, 0, 0)
+        batch.square_sums([values.data_ptr()], values.data_ptr(), 0, 0, 0)
 
 
 def test_shards_that_cannot_be_updated_are_refused():
