@@ -9,7 +9,7 @@ from . import errors, torch_support
 from .torch_support import torch
 
 from .adam_checks import check_hyperparameters, refuse_several_ranks  # isort: skip
-from .gradient_batch import Collector, GradientHooks, Unit, take  # isort: skip
+from .gradient_batch import Collector, GradientHook, Unit, take  # isort: skip
 from .state_home import measure_on_device  # isort: skip
 
 _log = logging.getLogger("orlop")
@@ -26,10 +26,9 @@ class GradientSide:
 
     def _hook(self, slot):
         p = slot.param
-        if p in self._hooks:  # of a slot before it
-            self._hooks[p][0].follow(slot)
-        elif p.requires_grad:
-            self._hooks[p] = [GradientHooks(slot)]
+        if p not in self._hooks and p.requires_grad:
+            self._hooks[p] = [GradientHook(p)]
+        (slot.hook,) = self._hooks.get(p, [None])  # that of a slot before it, where there was one
 
     def _make_units(self, slots):
         """The parameters of a block, or, where no module tells of blocks, some that follow each other, are taken
@@ -39,13 +38,20 @@ class GradientSide:
             if not self._leaves(slot.param):
                 continue
             if self._gate is not None:
-                part = self._gate.unit_of(slot.param), slot.device
+                # What is outside of blocks is used before them and behind them: a unit for each module there.
+                block = self._gate.unit_of(slot.param)
+                part = block or self._names[slot.param].rpartition(".")[0], slot.device
                 self._gate.has_slot(slot)
             elif part is None or size >= _UNIT_BYTES or part[1] != slot.device:
                 part, size = (len(self._units), slot.device), 0
             size += slot.param.nbytes
-            collector = self._collectors.setdefault(slot.device, Collector(slot.device))
-            self._units.setdefault(part, Unit(collector)).add(slot)
+            if slot.hook is None:
+                continue
+            if slot.device not in self._collectors:
+                self._collectors[slot.device] = Collector(slot.device)
+            if part not in self._units:
+                self._units[part] = Unit(self._collectors[slot.device])
+            self._units[part].add(slot)
 
     def _flush(self):
         """Gradients that wait for the rest of their unit are taken as it is."""
@@ -79,7 +85,6 @@ class GradientSide:
                     self._check_gradient(p)
                     if slot.link and self._leaves(p):
                         take([slot])
-                        slot.watch()
                     elif slot.link:
                         slot.lend_gradient()
                 slot.settle()

@@ -148,7 +148,7 @@ class SlotSide:
                 moments[p] = {key: slot.planes[key].clone() for key in MOMENT_KEYS}
         params = list(self._slots)
         self._check_groups(self.param_groups)
-        self._slots, self._units = {}, {}
+        self._slots, self._units, self._collectors = {}, {}, {}
         self._placement.forget()
         for link in self._links.values():
             link.unpin()

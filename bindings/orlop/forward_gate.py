@@ -57,7 +57,9 @@ class ForwardGate:
             for p in params:
                 self.rank.setdefault(p, len(self.rank))
                 self._units_of.setdefault(p, []).append(unit)
-        self._pending: dict[int, list] = {}
+        # By unit and by who writes: the last home and slot whose weights are being written; under None the indices of
+        # all that the optimizer's thread writes in place.
+        self._pending: dict[int, dict] = {}
         self._leaving: dict[int, dict[torch.Tensor, weakref.ref]] = {}  # slots by unit and parameter
         reference = weakref.ref(self)
         self.handles = []
@@ -90,27 +92,30 @@ class ForwardGate:
         for slot in slots:
             for unit in self._units_of.get(slot.param, (0,)):
                 if unit not in self._pending:
-                    self._pending[unit] = []
+                    self._pending[unit] = {}
                     self._inside[unit].put()
-                self._pending[unit].append(slot)
+                pending = self._pending[unit]
+                if slot.link is None:
+                    pending.setdefault(None, []).append(slot.home.index)
+                else:  # each kind is written in order
+                    pending[slot.link, slot.home.on_device] = slot.home, slot
 
     def pass_unit(self, unit: int) -> None:
-        slots = self._pending.pop(unit, None)
-        if slots is None:
+        pending = self._pending.pop(unit, None)
+        if pending is None:
             return
         self._inside[unit].remove()
+        on_host = pending.pop(None, None)
         optimizer = self._optimizer()
-        on_host = [slot.home.index for slot in slots if slot.link is None]
         if on_host and optimizer is not None:
             optimizer._native.wait(on_host)
-        last = {(slot.link, slot.home.on_device): slot for slot in slots if slot.link is not None}
-        for slot in last.values():  # each kind is written in order
-            slot.home.wait_written(slot)
+        for home, slot in pending.values():
+            home.wait_written(slot)
 
     def forget_dropped(self, unit: int) -> None:
         for reference in self._leaving.get(unit, {}).values():
             slot = reference()
-            if slot is not None and slot.stand_in is not None and not slot.waits:
+            if slot is not None and slot.stand_in is not None:
                 slot.forget_dropped()
 
     def open_all(self) -> None:

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from .gradient_sum import DeviceSum, HostSum, make_sum
 from .offloaded_gradient import OffloadedGradient
 from .torch_support import stream_at
 
-_LEAST_BYTES = 4 << 20  # of gradients that leave together, but for the last ones
+# Of gradients that leave together, but for the last ones: their way to host memory takes several times as long as
+# the calls that send them.
+_LEAST_BYTES = 32 << 20
 
 
 def take(slots: list) -> None:
     """Moves the plain `p.grad` of every slot to its home, or adds it to the sum of earlier micro-batches. A sum goes
     to the home with the micro-batch that was the last one in the step before; should another one come, it goes
     again. In place of the gradient stands what knows where it is. The slots are of one optimizer."""
+    taken, grads = [], []
+    for slot in slots:
+        if slot.stand_in is not None:
+            slot.forget_dropped()
+        grad = slot.param.grad
+        if grad is None:
+            continue
+        if slot.count or slot.sum is not None or not slot.keeps_as_it_is(grad):
+            _take_each(slots)
+            return
+        taken.append(slot)
+        grads.append(grad)
+    keep(taken, grads)  # the only micro-batch
+    for slot in taken:
+        slot.count, slot.square_sum = 1, None
+        slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
+
+
+def _take_each(slots: list) -> None:
     first, begun, added, added_on_host = ([], []), ([], []), ([], []), ([], [])
     taken = []
     for slot in slots:
+        slot.forget_dropped()
         grad = slot.plain_gradient()
         if grad is None:
             continue
         taken.append(slot)
-        slot.square_sum, slot.home.measured = None, False
+        slot.added = slot.square_sum = None
+        slot.home.measured = False
         slot.count += 1
         if slot.count == 1:
             sums = slot.expected > 1 and slot.sum is not None and slot.sum.on_device
@@ -47,6 +68,15 @@ def take(slots: list) -> None:
         settle([slot for slot in taken if slot.count == slot.expected])
     for slot in taken:
         slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
+
+
+def take_in_backward(slots: list) -> None:
+    """take(), where autograd may be making a graph."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            take(slots)
+    else:
+        take(slots)
 
 
 def _sum_of_earlier(slot) -> HostSum | DeviceSum:
@@ -90,44 +120,48 @@ def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
 
 
 class Collector:
-    """Gathers slots of one device while backward writes their gradients. With the last one of its unit, a block, or
-    when another unit begins, they are taken in one go, once they are enough to be worth the calls. What another
-    gradient of the same parameter or the end of the backward finds here is taken as it is."""
+    """Gathers units of one device while backward writes their gradients, until these are enough to be worth the calls
+    that take them. What the end of the backward finds here is taken as it is."""
 
     def __init__(self, device: torch.device):
+        self.units: list[Unit] = []
         self._device = device
-        self._waiting: list = []
-        self._waiting_bytes = 0  # of the units that they are of
-        self._unit = None
-        self._missing = 0  # slots of it that have not come
-        self._stream = 0  # of torch, which has written all that waits
+        self._open: Unit | None = None  # of which gradients have come, and more may
+        self._done: list[Unit] = []
+        self._done_bytes = 0
+        self._stream = 0  # of torch, which has written what is done
         self._task = -1  # graph task whose end is already asked for
         self._link = None  # of what was taken in it
 
-    def add(self, slot) -> None:
-        if slot.unit is not self._unit:
-            self._begin(slot.unit)
-        slot.waits = True
-        slot.hooks.watch()
-        self._waiting.append(slot)
-        self._missing -= 1
-        if self._missing == 0:
-            self._unit = None
-            if self._waiting_bytes >= _LEAST_BYTES:
-                self.flush()
+    def begin(self, unit: Unit) -> None:
+        """The first gradient of a unit has come: what the one before it has not got it does not get."""
+        if self._open is not None:
+            self._open.end()
+        self._open = unit
+        self._ask_for_end()
 
-    def _begin(self, unit) -> None:
-        stream = self._current_stream()
-        if self._waiting and (stream != self._stream or self._waiting_bytes >= _LEAST_BYTES):
+    def end(self, unit: Unit) -> None:
+        """A unit has all gradients that it gets, on its stream."""
+        if unit is self._open:
+            self._open = None
+        if unit in self._done:  # another gradient for its last parameter
+            return
+        if self._done and unit.stream != self._stream:
             self.flush()
-        self._unit, self._missing, self._stream = unit, unit.count, stream
-        self._waiting_bytes += unit.bytes
+        self._stream = unit.stream
+        self._done.append(unit)
+        self._done_bytes += unit.bytes
+        self._ask_for_end()
+        if self._done_bytes >= _LEAST_BYTES:
+            self.flush()
+
+    def _ask_for_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _current_stream(self) -> int:
+    def current_stream(self) -> int:
         """Torch's, as the driver names it."""
         return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
 
@@ -140,94 +174,116 @@ class Collector:
 
     def finish(self) -> None:
         """Takes what is left, on torch's current stream: whoever goes on there finds it done."""
-        if self._waiting and self._stream != self._current_stream():
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(stream_at(self._stream, self._device))
-            for slot in self._waiting:
-                if slot.param.grad is not None:
-                    slot.param.grad.record_stream(current)
-            self._stream = current.cuda_stream
+        if self._open is not None:
+            self._open.end()
+        late = [unit for unit in self.units if unit.arrived and unit not in self._done]
+        for unit in late:
+            unit.learn()
+        stream = self.current_stream()
+        if self._done and self._stream != stream:
+            torch.cuda.current_stream(self._device).wait_stream(stream_at(self._stream, self._device))
+            self._stay_for_current(self._done)
+        self._stay_for_current(late)  # whose streams autograd has made the current one wait for
+        self._done, self._stream = self._done + late, stream
         self.flush()
 
+    def _stay_for_current(self, units: list[Unit]) -> None:
+        """The memory of these gradients is not given up before torch's current stream has read them."""
+        for slot in _slots_of(units) if self._device.type == "cuda" else []:
+            gradient = slot.new_gradient()
+            if gradient is not None:
+                gradient.record_stream(torch.cuda.current_stream(self._device))
+
     def flush(self) -> None:
-        self._unit = None
-        if not self._waiting:
+        if not self._done:
             return
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        for slot in waiting:
-            slot.waits = False
-        self._link = waiting[0].link
-        if self._stream == self._current_stream():
-            self._take(waiting)
+        slots = _slots_of(self._done)
+        for unit in self._done:
+            unit.arrived.clear()
+        self._done, self._done_bytes = [], 0
+        if not slots:
+            return
+        self._link = slots[0].link
+        if self._stream == self.current_stream():
+            take_in_backward(slots)
         else:  # backward has gone on to another one
             with torch.cuda.stream(stream_at(self._stream, self._device)):
-                self._take(waiting)
-
-    @staticmethod
-    def _take(slots: list) -> None:
-        if torch.is_grad_enabled():  # not in a backward, unless it makes a graph
-            with torch.no_grad():
-                take(slots)
-        else:
-            take(slots)
+                take_in_backward(slots)
 
 
-class GradientHooks:
-    """What autograd calls around its write of one parameter's gradient. The parameter refers to this, so that it
-    refers weakly to the slot. The call before costs more than the one after, and is asked for only while something
-    stands, or waits, in `p.grad`."""
-
-    __slots__ = ("_after", "_before", "_slot")
-
-    def __init__(self, slot):
-        self.follow(slot)
-        self._before = slot.param.register_hook(self.before)
-        self._after = slot.param.register_post_accumulate_grad_hook(self.after)
-        self.rest()
-
-    def follow(self, slot) -> None:
-        """The slot, or another one that has taken the parameter over."""
-        self._slot = weakref.ref(slot)
-        slot.hooks = self
-
-    def watch(self) -> None:
-        """From here on autograd calls before(). It goes by the dictionary that the handle knows."""
-        self._before.hooks_dict_ref()[self._before.id] = self.before
-
-    def rest(self) -> None:
-        self._before.hooks_dict_ref().pop(self._before.id, None)
-
-    def before(self, _gradient) -> None:
-        """Backward is about to write `p.grad`."""
-        slot = self._slot()
-        if slot is None:
-            return
-        if slot.waits:
-            slot.unit.collector.flush()
-        if slot.stand_in is not None:
-            slot.before_accumulation()
-
-    def after(self, _parameter) -> None:
-        """`p.grad` is there."""
-        slot = self._slot()
-        if slot is not None:
-            slot.unit.collector.add(slot)
-
-    def remove(self) -> None:
-        self._before.remove()
-        self._after.remove()
+def _slots_of(units: list[Unit]) -> list:
+    slots = [slot() for unit in units for slot in unit.slots]
+    return slots if None not in slots else [slot for slot in slots if slot is not None]
 
 
 class Unit:
-    """Parameters whose gradients are taken together."""
+    """Parameters whose gradients are taken together. Autograd calls a hook of each when its gradient is written. The
+    order in which they come is that of the backward before: once it is known, the last one ends the unit, and the hooks
+    of all others only append to a list, without a step of Python's.
 
-    __slots__ = ("bytes", "collector", "count")
+    slots: weak references. arrived: parameters. stream: of torch, which has written the last gradient.
+    """
+
+    __slots__ = ("_hooks", "arrived", "bytes", "collector", "slots", "stream")
 
     def __init__(self, collector: Collector):
         self.collector = collector  # of the unit's device, whose thread of autograd calls it
-        self.count = self.bytes = 0
+        self.slots: list = []
+        self.arrived: list = []
+        self.bytes = self.stream = 0
+        self._hooks: dict[int, GradientHook] = {}  # by the id() of their parameters
+        collector.units.append(self)
 
     def add(self, slot) -> None:
-        slot.unit = self
-        self.count += 1
+        self.slots.append(slot.reference)
+        self._hooks[id(slot.param)] = slot.hook
         self.bytes += slot.param.nbytes
+        for hook in self._hooks.values():
+            hook.calls(self._arrive)
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        """While the order is not known."""
+        if not self.arrived:
+            self.collector.begin(self)
+        elif any(other is parameter for other in self.arrived):
+            return
+        self.stream = self.collector.current_stream()
+        self.arrived.append(parameter)
+        if len(self.arrived) == len(self.slots):
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more comes in this backward."""
+        self.learn()
+        self.collector.end(self)
+
+    def learn(self) -> None:
+        """What came last will be the last."""
+        for hook in self._hooks.values():
+            hook.calls(self.arrived.append)
+        self._hooks[id(self.arrived[-1])].calls(self._arrive_last)
+
+    def _arrive_last(self, _parameter: torch.Tensor) -> None:
+        self.stream = self.collector.current_stream()
+        self.collector.end(self)
+
+
+class GradientHook:
+    """What autograd calls when it has written one parameter's gradient, or given it to what stands in `p.grad`. The
+    parameter refers to it."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, parameter: torch.Tensor):
+        self._handle = parameter.register_post_accumulate_grad_hook(_does_nothing)
+
+    def calls(self, function) -> None:
+        """With the parameter, from now on: autograd calls what is in the dictionary that the handle knows."""
+        self._handle.hooks_dict_ref()[self._handle.id] = function
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _does_nothing(_parameter: torch.Tensor) -> None:
+    pass

@@ -68,15 +68,16 @@ class OffloadedGradient(torch.Tensor):
     def make(slot) -> OffloadedGradient:
         """What is to stand in for the next gradient of a slot: the last one, if nobody else has kept it."""
         slot.stand_in = None
-        # Whether nobody but the slot has it: in Python its attribute and the argument are the only references, in torch
-        # the one of the Python object is.
-        if _use_count is not None and getrefcount(slot.made) == 2 and _use_count(slot.made) == 1:
+        parameter = slot.param
+        # Whether nobody but the slot and `p.grad` has it: in Python the slot's attribute and the argument are the only
+        # references, in torch those of the Python object and of `p.grad` are.
+        uses = 2 if parameter.grad is slot.made else 1
+        if _use_count is not None and getrefcount(slot.made) == 2 and _use_count(slot.made) == uses:
             return slot.made
-        if slot.stand_in_of is None:
-            parameter = slot.param
-            one = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-            slot.stand_in_of = one.expand(parameter.shape)
-        gradient = torch.Tensor._make_subclass(OffloadedGradient, slot.stand_in_of)
+        gradient = torch.Tensor._make_wrapper_subclass(
+            OffloadedGradient, parameter.size(), strides=parameter.stride(), dtype=parameter.dtype,
+            device=parameter.device,
+        )  # fmt: skip
         # Weak, since autograd's reference from the parameter to its gradient is hidden from Python's
         # collector: a strong one would keep parameter and optimizer alive for ever.
         gradient._slot_reference = slot.reference
@@ -112,7 +113,21 @@ class OffloadedGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
 
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """What torch does from C++: autograd adds the gradient of another backward. Others read."""
+        if func is _ADD_IN_PLACE and isinstance(args[0], OffloadedGradient) and not kwargs:
+            args[0]._slot.accumulate(*args)
+            return args[0]
+        if func._schema.is_mutable:
+            raise errors.UsageError(
+                f"{func} cannot change a gradient whose elements are away; clone it first"
+            )
+        brought: dict[int, torch.Tensor] = {}
+        return func(*_map(_read, args, brought), **_map(_read, kwargs or {}, brought))
 
+
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _use_count = getattr(torch.Tensor, "_use_count", None)  # an older torch does not tell
 
 

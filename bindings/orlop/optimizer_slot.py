@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from . import _orlop, errors
-from .gradient_batch import GradientHooks, Unit, keep, settle
+from .gradient_batch import GradientHook, keep, settle, take_in_backward
 from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
 from .state_home import DeviceHome, HostHome
@@ -23,7 +23,6 @@ class Slot:
     """
 
     leave_device: Callable[[Slot], None]
-    unit: Unit
 
     def __init__(self, param: torch.Tensor, name: str, moments: torch.dtype, seed: int, home: HostHome):
         self.param, self.name, self.moments, self.seed = param, name, moments, seed
@@ -39,9 +38,8 @@ class Slot:
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
         self.made: OffloadedGradient | None = None  # the last stand-in, in use or not
-        self.stand_in_of: torch.Tensor | None = None  # one element in the parameter's shape
-        self.waits = False  # for others of its unit: backward has written `p.grad`
-        self.hooks: GradientHooks | None = None  # where gradients leave while backward runs
+        self.added: torch.Tensor | None = None  # what autograd adds to the stand-in, until it is taken
+        self.hook: GradientHook | None = None  # where gradients leave while backward runs
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
         self.uploaded = None  # event behind the weights of the last update
         self.count, self.expected = 0, 1
@@ -66,9 +64,7 @@ class Slot:
     # --- gradient -------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self.stand_in = None
-        if self.hooks is not None and not self.waits:
-            self.hooks.rest()
+        self.stand_in = self.added = None
         self.expected = self.count or self.expected  # micro-batches of the last step
         self.count = 0  # micro-batches in it
         self.factor = 1.0
@@ -77,38 +73,45 @@ class Slot:
         self.copied = False  # the home has an equal copy of the plain `p.grad`
         self.home.forget_gradient()
 
-    def watch(self) -> None:
-        """Backward is to ask before it writes `p.grad` again."""
-        if self.hooks is not None:
-            self.hooks.watch()
-
-    def before_accumulation(self) -> None:
-        """Backward is about to add to `p.grad`, which must then be empty or a plain tensor."""
-        if self.stand_in is None:
+    def accumulate(self, gradient: OffloadedGradient, other: torch.Tensor) -> None:
+        """Backward adds `other` to the stand-in that is in `p.grad`."""
+        self._check_current(gradient)
+        if self.factor != 1.0:
+            self.restore_gradient(self.stand_in).add_(other)
             return
-        if self.param.grad is not self.stand_in:  # dropped or replaced by the user
-            self._forget()
-        elif self.factor != 1.0:
-            self.restore_gradient(self.stand_in)
-        else:
-            self.param.grad = None
+        if other.layout is not torch.strided:
+            other = other.to_dense()
+        self.added = other.to(self.dtype)
+        if self.hook is None:
+            take_in_backward([self])
 
     def forget_dropped(self) -> None:
         """Gives up what was kept of a gradient that the user has dropped or replaced."""
         if self.stand_in is not None and self.param.grad is not self.stand_in:
             self._forget()
 
+    def new_gradient(self) -> torch.Tensor | None:
+        """What backward has written since the last one was taken: `p.grad`, or what is to be added to it."""
+        if self.added is not None:
+            return self.added
+        return None if self.is_away else self.param.grad
+
     def plain_gradient(self) -> torch.Tensor | None:
-        """The `p.grad` that backward has written, in the weights' layout; None if there is none, or one that stays
-        where it is."""
-        grad = self.param.grad
-        if grad is None or grad is self.stand_in:
+        """The new gradient in the weights' layout; None if there is none, or one that stays where it is."""
+        grad = self.new_gradient()
+        if grad is None or grad.dtype is not self.dtype or grad.layout is not torch.strided:
             return None
-        if grad.dtype is not self.dtype or grad.layout is not torch.strided:
-            return None
-        if self.is_contiguous and grad.is_contiguous() and not (grad.requires_grad or grad.is_neg()):
-            return grad
-        return in_layout_of(grad.detach(), self.param)
+        return grad if self.keeps_as_it_is(grad) else in_layout_of(grad.detach(), self.param)
+
+    def keeps_as_it_is(self, grad: torch.Tensor) -> bool:
+        """Whether its memory is what the home keeps."""
+        return (
+            grad.dtype is self.dtype
+            and grad.layout is torch.strided
+            and self.is_contiguous
+            and grad.is_contiguous()
+            and not (grad.requires_grad or grad.is_neg() or isinstance(grad, OffloadedGradient))
+        )
 
     def settle(self) -> None:
         """The gradient as it stands is on its way to the home."""
@@ -158,6 +161,8 @@ class Slot:
             raise errors.UsageError(
                 f"this gradient of {self.name} is of an earlier backward and was overwritten or dropped"
             )
+        if self.added is not None:
+            take_in_backward([self])
 
     def read_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         self._check_current(gradient)
@@ -169,7 +174,7 @@ class Slot:
 
     def restore_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         value = self.read_gradient(gradient)
-        if self.param.grad is gradient:
+        if self.is_away:
             self.param.grad = value
         self._forget()
         return value

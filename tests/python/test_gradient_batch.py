@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +13,10 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import orlop  # noqa: E402
 from host_link import HostStates  # noqa: E402
-from orlop import gradient_batch  # noqa: E402
+from orlop import device_link, gradient_batch  # noqa: E402
+from orlop.device_link import LeavingBatch  # noqa: E402
+from orlop.optimizer_slot import Slot  # noqa: E402
+from orlop.state_home import last_at_work  # noqa: E402
 
 WIDTH = 40
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -105,6 +111,39 @@ def test_small_blocks_leave_together(away, monkeypatch):
         assert equal(results, expected)
 
 
+class Between(Stack):
+    """Blocks between two layers that are outside of them."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.first, self.last = (torch.nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (False, True))
+
+    def forward(self, x):
+        return self.last(super().forward(self.first(x)))
+
+
+def test_units_leave_when_they_are_complete(away, monkeypatch):
+    """In the first backward, which tells their order, and in all others: the last layer before any block."""
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
+    model = Between()
+    optimizer, link = open_optimizer(model)
+    names = {optimizer._slots[p].home: name for name, p in model.named_parameters()}
+    left, offload = [], link.offload
+    monkeypatch.setattr(
+        link, "offload", lambda grads, homes, sums: (left.append(homes), offload(grads, homes, sums))[1]
+    )
+    for _ in range(3):
+        left.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        assert [{names[home].rpartition(".")[0] for home in homes} for homes in left] == [
+            {"last"}, {"layers.1"}, {"layers.0"}, {"first"}
+        ]  # fmt: skip
+        assert [len(homes) for homes in left] == [2, 2, 2, 1]
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
 class Shared(Stack):
     """Weights of which autograd writes the gradient twice in one backward: outside and inside of a checkpoint."""
 
@@ -138,14 +177,13 @@ def test_a_second_gradient_in_one_backward(away, monkeypatch):
     assert equal(run(1, torch.bfloat16), run(ALL, torch.bfloat16))
 
 
-def test_autograd_asks_before_it_writes_only_where_something_stands(away, monkeypatch):
-    """That call costs more than the one after."""
-    calls, before = [], gradient_batch.GradientHooks.before
-    monkeypatch.setattr(
-        gradient_batch.GradientHooks, "before", lambda self, g: (calls.append(1), before(self, g))[1]
-    )
+def test_autograd_adds_to_what_stands(away, monkeypatch):
+    """The gradient of a micro-batch after the first. The first finds nothing, and no hook is called before it."""
+    calls, accumulate = [], Slot.accumulate
+    monkeypatch.setattr(Slot, "accumulate", lambda self, *args: (calls.append(1), accumulate(self, *args))[1])
     model = Stack(3)
     optimizer, _ = open_optimizer(model)
+    assert not any(p._backward_hooks for p in model.parameters())
 
     def backward():
         calls.clear()
@@ -160,3 +198,54 @@ def test_autograd_asks_before_it_writes_only_where_something_stands(away, monkey
     model.zero_grad()  # seen when the forward of a block begins
     assert [backward(), backward()] == [0, 6]
     optimizer.close()
+
+
+def test_what_leaves_waits_for_the_last_update_that_reads_it(away, monkeypatch):
+    """Of all gradients that leave together, in whatever order: here no forward has waited for the updates."""
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", ALL)
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (1 << 20, 8, 1 << 20)]
+    model = torch.nn.ParameterList(params)
+    optimizer, link = open_optimizer(model)
+    left = count_first(monkeypatch, link, "offload")
+    for _ in range(4):
+        sum(p.sum() for p in params).backward()
+        optimizer.step()
+        jobs = [optimizer._slots[p].home for p in params]
+        for homes in itertools.permutations(jobs):
+            assert last_at_work(list(homes)) is jobs[2]
+        optimizer.zero_grad()
+    assert left == [3] * 4
+    optimizer.close()
+
+
+class Stamps:
+    """torch.cuda.Event as far as LeavingBatch goes."""
+
+    def __init__(self, blocking):
+        self.cuda_event = id(self)
+        self.records = 0
+
+    def record(self, _stream):
+        self.records += 1
+
+
+def test_an_event_is_recorded_again_only_behind_an_open_gate(monkeypatch):
+    """Behind a closed one the optimizer's thread may still have to wait for it, and the copies for that thread."""
+    recorded = []
+    native = SimpleNamespace(
+        bytes=8, offload=lambda *args: recorded.append(args[8] if len(args) > 8 else None)
+    )
+    monkeypatch.setattr(device_link._orlop, "GradientBatch", lambda targets: native)
+    monkeypatch.setattr(torch.cuda, "Event", Stamps)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    link = SimpleNamespace(device=torch.device("cuda", 0), down=None, down_address=9)
+    batch = LeavingBatch([object()])
+    opened, closed = device_link._OPEN, (1234, 5)
+    arrivals = [
+        batch.offload(link, [torch.ones(2)], gate, None) for gate in (opened, opened, closed, closed, opened)
+    ]
+    first, second, third = arrivals[0], arrivals[2], arrivals[3]
+    assert arrivals == [first, first, second, third, third]
+    assert len({id(arrival) for arrival in arrivals}) == 3
+    assert recorded == [None, first.cuda_event, None, None, third.cuda_event]
+    assert [event.records for event in (first, second, third)] == [1, 1, 1]
