@@ -47,7 +47,7 @@ def _enter(manager, index, *_):
 
 def _leave(manager, index, _module, _args, output):
     manager = manager()
-    if manager is None:
+    if manager is None or manager.all_stay:
         return
     block = manager.blocks[index]
     if torch.is_grad_enabled() and output is not None:

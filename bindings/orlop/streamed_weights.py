@@ -75,6 +75,8 @@ class StreamedWeights:
         self.drives = drives  # DriveWeights; None: all weights are in host memory
         self.link = _Link(self, device_link)
         self.device_link = device_link
+        # Nothing ever goes or is read: no block needs to know what is used after it.
+        self.all_stay = drives is None and all(block.resident for block in blocks)
         self._next: dict[tuple[bool, int], int] = {}  # (in backward, block) -> block seen after it
         self._last: tuple[bool, int] | None = None
         self._callback_of = -1  # graph task whose end is already asked for
@@ -180,7 +182,7 @@ class StreamedWeights:
         self.device_link.wait_arrival(block.arrived)
         block.arrived = None
         for entry in block.entries:
-            if entry.has_home and entry.version != entry.parameter._version:
+            if entry.version != entry.parameter._version and entry.has_home:
                 block.stale = True  # the write ran beside the copy: what is there now, nobody knows
                 entry.lose_write()
 
@@ -250,6 +252,10 @@ class StreamedWeights:
 
     def begin_forward(self, index: int) -> None:
         block = self.blocks[index]
+        if self.all_stay:
+            self._fetch(block)
+            self._arrive(block)
+            return
         block.callers |= self._active.keys() - {index}
         self.need(index, backward=False)
         block.active += 1
@@ -268,6 +274,9 @@ class StreamedWeights:
         self._active.clear()
 
     def begin_backward(self, index: int) -> None:
+        if self.all_stay:  # a forward that is recomputed
+            self.begin_forward(index)
+            return
         task = torch._C._current_graph_task_id()
         if task != -1 and task != self._callback_of:
             self._callback_of = task

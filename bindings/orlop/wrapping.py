@@ -75,8 +75,9 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
         drives = _take_drives(parts, share, nvme, trains)
         _make_blocks(made, parts, device, drives)
         _move_rest(model, {entry.parameter for block in made for entry in block.entries}, device)
-        manager = StreamedWeights(model, made, _device_link(device, limit), drives)
+        link = _device_link(device, limit)
         _keep_resident(made, limit, device)
+        manager = StreamedWeights(model, made, link, drives)
         wrapped = _make_optimizer(model, optimizer, manager, options)
         _own_homes(manager)
         manager.handles += [_guard_loading(block.module, manager) for block in made]
