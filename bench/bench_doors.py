@@ -61,33 +61,39 @@ class HookClock:
         (block_hooks, "_leave"),
         (block_hooks, "_before_backward"),
         (forward_gate, "_before_forward"),
-        (gradient_batch.GradientHooks, "before"),
-        (gradient_batch.GradientHooks, "after"),
+        (gradient_batch.Unit, "_arrive"),
+        (gradient_batch.Unit, "_arrive_last"),
         (gradient_batch.Collector, "_end"),
+        (torch.cuda.Event, "synchronize"),  # inside of these: waits for the device, which are no work
     )
 
     def __init__(self):
-        self.seconds: dict[tuple[str, str], float] = defaultdict(float)  # by pass and hook
+        self._calls: list[tuple[str, bool, float]] = []  # hook, whether in a forward, seconds
         for module, name in self.HOOKS:
             setattr(module, name, self._timed(name.lstrip("_"), getattr(module, name)))
 
     def _timed(self, name, hook):
-        in_backward = torch._C._current_graph_task_id
+        graph_task, clock, calls = torch._C._current_graph_task_id, time.perf_counter, self._calls
 
         def timed(*args):
-            begin = time.perf_counter()
+            begin = clock()
             try:
                 return hook(*args)
             finally:
-                in_forward = in_backward() == -1 and name != "end"  # which comes when the graph is done
-                self.seconds["forward" if in_forward else "backward", name] += time.perf_counter() - begin
+                calls.append((name, graph_task() == -1, clock() - begin))
 
         return timed
 
     def take(self) -> dict[tuple[str, str], float]:
-        taken = dict(self.seconds)
-        self.seconds.clear()
-        return taken
+        """Seconds by pass and hook since the last call."""
+        seconds: dict[tuple[str, str], float] = defaultdict(float)
+        for name, in_forward, taken in self._calls:
+            if name == "synchronize" and in_forward:  # between the passes
+                continue
+            # The end comes when the graph is done.
+            seconds["forward" if in_forward and name != "end" else "backward", name] += taken
+        self._calls.clear()
+        return dict(seconds)
 
 
 class Passes:
@@ -299,7 +305,10 @@ class Bench:
         count = len(forward_gate.find_blocks(model)) * micro_batches * 1e-6
         times = {}
         for which in ("forward", "backward"):
-            totals = [sum(s for (p, _), s in step.items() if p == which) for step in steps]
+            totals = [
+                sum(-s if name == "synchronize" else s for (p, name), s in step.items() if p == which)
+                for step in steps
+            ]
             times[which] = statistics.median(totals) / count
         for key in sorted({key for step in steps for key in step}):
             times[" ".join(key)] = statistics.median(step.get(key, 0.0) for step in steps) / count
