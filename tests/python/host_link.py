@@ -15,7 +15,7 @@ from orlop import _orlop, adam_slots
 from orlop.square_sums import SquareSums
 from orlop.state_home import last_at_work
 
-_WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+WAIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Late:
@@ -24,7 +24,7 @@ class Late:
     def __init__(self, hosts, grads, before):
         self.done = threading.Event()
         self.before = before.done if before is not None else None
-        self.wait = _WAIT(lambda _: 0 if self.done.wait(30) else 1)
+        self.wait = WAIT(lambda _: 0 if self.done.wait(30) else 1)
         threading.Timer(0.003, self._copy, (hosts, [grad.clone() for grad in grads])).start()
 
     def _copy(self, hosts, grads):

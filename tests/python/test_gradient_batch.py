@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import itertools
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +15,9 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import orlop  # noqa: E402
-from host_link import HostStates  # noqa: E402
+from host_link import WAIT, HostStates  # noqa: E402
 from orlop import device_link, gradient_batch  # noqa: E402
-from orlop.device_link import LeavingBatch  # noqa: E402
+from orlop.device_link import DeviceLink, LeavingBatch  # noqa: E402
 from orlop.optimizer_slot import Slot  # noqa: E402
 from orlop.state_home import last_at_work  # noqa: E402
 
@@ -229,23 +232,60 @@ class Stamps:
         self.records += 1
 
 
-def test_an_event_is_recorded_again_only_behind_an_open_gate(monkeypatch):
-    """Behind a closed one the optimizer's thread may still have to wait for it, and the copies for that thread."""
-    recorded = []
-    native = SimpleNamespace(
-        bytes=8, offload=lambda *args: recorded.append(args[8] if len(args) > 8 else None)
-    )
+@pytest.fixture
+def recorded(monkeypatch):
+    """What DeviceLink has been told to record again, call by call, where nothing is issued."""
+    events = []
+    native = SimpleNamespace(bytes=8, offload=lambda *args: events.append(args[8] if len(args) > 8 else None))
     monkeypatch.setattr(device_link._orlop, "GradientBatch", lambda targets: native)
+    monkeypatch.setattr(device_link, "has_cuda_part", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Stamps)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    return events
+
+
+def test_an_event_is_recorded_again_only_behind_an_open_gate(recorded):
+    """Behind a closed one the optimizer's thread may still have to wait for it, and the copies for that thread."""
     link = SimpleNamespace(device=torch.device("cuda", 0), down=None, down_address=9)
     batch = LeavingBatch([object()])
     opened, closed = device_link._OPEN, (1234, 5)
-    arrivals = [
-        batch.offload(link, [torch.ones(2)], gate, None) for gate in (opened, opened, closed, closed, opened)
-    ]
+    gates = (opened, opened, closed, closed, opened)
+    arrivals = [batch.offload(link, [torch.ones(2)], gate, None) for gate in gates]
     first, second, third = arrivals[0], arrivals[2], arrivals[3]
     assert arrivals == [first, first, second, third, third]
     assert len({id(arrival) for arrival in arrivals}) == 3
     assert recorded == [None, first.cuda_event, None, None, third.cuda_event]
     assert [event.records for event in (first, second, third)] == [1, 1, 1]
+
+
+def test_an_update_that_is_half_done_may_still_wait_for_the_event(away, monkeypatch, recorded):
+    """The next gradients of two tensors leave while the first is written, and the second's turn has not come."""
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    model = torch.nn.ParameterList(params)
+    optimizer, host_link = open_optimizer(model)
+    sum(p.sum() for p in params).backward()
+    turns, go_on = [], threading.Event()
+
+    @WAIT
+    def wait(_):
+        turns.append(1)
+        return 0 if len(turns) == 1 or go_on.wait(30) else 1
+
+    fence = ctypes.cast(wait, ctypes.c_void_p).value, 0
+    monkeypatch.setattr(host_link, "fence", lambda _: fence)
+    optimizer.step()
+    homes = [optimizer._slots[p].home for p in params]
+    homes[0].native.wait([homes[0].index])
+
+    link = DeviceLink.__new__(DeviceLink)
+    link.device, link.down, link.down_address = torch.device("cuda", 0), None, 9
+    link._leaving, link._leaving_bytes, link._batches = collections.deque(), 0, {}
+    link._gates = {home.version_address: 1234 for home in homes}
+    grads = [torch.ones(8) for _ in params]
+    first, second = (link.offload(grads, homes) for _ in range(2))
+    assert first is not second
+    go_on.set()
+    optimizer.synchronize()
+    assert link.offload(grads, homes) is second
+    assert recorded == [None, None, second.cuda_event]
+    optimizer.close()
