@@ -33,9 +33,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from hook_clock import HookClock
 
 import orlop
-from orlop import block_hooks, forward_gate, gradient_batch
+from orlop import forward_gate
 from orlop.wrapping import stream_of
 
 SHAPES = {
@@ -50,50 +51,6 @@ SHAPES = {
 TOKENS = {"l3": (8, 2048), "l1": (8, 2048), "tiny": (2, 32)}
 PARTS = ("compute", "door1", "door2", "auto")
 GIB = 2**30
-
-
-class HookClock:
-    """Host time that Orlop's hooks take, by pass: from before the first of them is registered."""
-
-    # module or class, hook
-    HOOKS = (
-        (block_hooks, "_enter"),
-        (block_hooks, "_leave"),
-        (block_hooks, "_before_backward"),
-        (forward_gate, "_before_forward"),
-        (gradient_batch.Unit, "_arrive"),
-        (gradient_batch.Unit, "_arrive_last"),
-        (gradient_batch.Collector, "_end"),
-        (torch.cuda.Event, "synchronize"),  # inside of these: waits for the device, which are no work
-    )
-
-    def __init__(self):
-        self._calls: list[tuple[str, bool, float]] = []  # hook, whether in a forward, seconds
-        for module, name in self.HOOKS:
-            setattr(module, name, self._timed(name.lstrip("_"), getattr(module, name)))
-
-    def _timed(self, name, hook):
-        graph_task, clock, calls = torch._C._current_graph_task_id, time.perf_counter, self._calls
-
-        def timed(*args):
-            begin = clock()
-            try:
-                return hook(*args)
-            finally:
-                calls.append((name, graph_task() == -1, clock() - begin))
-
-        return timed
-
-    def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by pass and hook since the last call."""
-        seconds: dict[tuple[str, str], float] = defaultdict(float)
-        for name, in_forward, taken in self._calls:
-            if name == "synchronize" and in_forward:  # between the passes
-                continue
-            # The end comes when the graph is done.
-            seconds["forward" if in_forward and name != "end" else "backward", name] += taken
-        self._calls.clear()
-        return dict(seconds)
 
 
 class Passes:

@@ -20,7 +20,7 @@ class SquareSums:
         self._sums: torch.Tensor | None = None  # (rows, 16) bytes
         self._read: list[tuple[float, int]] | None = None  # what the host has of it
         self._sums_scratch: torch.Tensor | None = None
-        self._scratch_of = self._scratch_bytes = 0  # the stream that uses it
+        self._scratch_of = 0  # the stream that uses it
 
     def current_stream(self) -> int:
         """Torch's, as the driver names it."""
@@ -38,10 +38,11 @@ class SquareSums:
             self._give_rows(targets)
         self._read = None
         stream, size = self.current_stream(), batch.scratch_bytes
-        if stream != self._scratch_of or self._scratch_bytes < size:
-            self._sums_scratch = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._scratch_of, self._scratch_bytes = stream, size
-        return self._sums.data_ptr(), self._sums_scratch.data_ptr()
+        scratch = self._sums_scratch
+        if scratch is None or stream != self._scratch_of or scratch.nbytes < size:
+            scratch = self._sums_scratch = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._scratch_of = stream
+        return self._sums.data_ptr(), scratch.data_ptr()
 
     def _give_rows(self, targets: list[_orlop.GradientTarget]) -> None:
         for target in targets:
@@ -62,8 +63,7 @@ class SquareSums:
     def forget_sums(self) -> None:
         """All rows are free again."""
         self.unmeasured.clear()
-        self._rows, self._sums, self._read = 0, None, None
-        self._sums_scratch, self._scratch_bytes = None, 0
+        self._rows, self._sums, self._read, self._sums_scratch = 0, None, None, None
 
     def _grow(self) -> None:
         """Twice the rows. Any stream of torch may write the old ones before it, and the new ones after it."""

@@ -44,9 +44,8 @@ class HostHome:
             self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel, self.gradient.data_ptr())
         self.measured = False  # the sum of the gradient's squares is there, or on its way
         self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
-        self.arrival = (
-            None  # event of the last copy from the device; None behind what the optimizer's thread makes
-        )
+        # Event of the last copy from the device; None behind what the optimizer's thread makes.
+        self.arrival = None
         # Of the word that says how far its jobs have come.
         self.version_address = native.written_address(index)
         self.job = 0  # version of the last work that was submitted for this tensor

@@ -12,9 +12,10 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch = pytest.importorskip("torch")
 
+from hook_clock import HookClock  # noqa: E402
+
 import orlop  # noqa: E402
 from adam_reference import Reference, parameters_of_both_equal_torch  # noqa: E402
-from orlop import forward_gate, gradient_batch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -409,35 +410,12 @@ class Layer(torch.nn.Module):
         return self.norms[1](x)
 
 
-class HookTime:
-    """Seconds in what the optimizer has registered with torch. To be made before the optimizer."""
-
-    def __init__(self, monkeypatch):
-        self.total = 0.0
-        hooks = [(forward_gate, "_before_forward"), (gradient_batch.Collector, "_end")]
-        hooks += [(gradient_batch.Unit, name) for name in ("_arrive", "_arrive_last")]
-        for owner, name in hooks:
-            monkeypatch.setattr(owner, name, self._timed(getattr(owner, name)))
-
-    def _timed(self, hook):
-        def timed(*args):
-            begin = time.perf_counter()
-            hook(*args)
-            self.total += time.perf_counter() - begin
-
-        return timed
-
-    def take(self) -> float:
-        total, self.total = self.total, 0.0
-        return total
-
-
 @pytest.mark.parametrize("width", [64, 1024])
 @pytest.mark.parametrize("states", ["host", "auto"])
 def test_python_time_per_block(states, width, monkeypatch):
-    """Python adds at most 100 us per block and pass, of which each ends with the device idle: what the hooks take, calls
-    of the driver included, and what torch takes to call as many that do nothing, the difference of two models in
-    turns. The lowest of many rounds: what else runs on the machine only adds. The gradients of small blocks leave
+    """Python adds at most 100 us per block and pass, of which each begins with the device idle: what the hooks take, calls
+    of the driver and waits included, and what torch takes to call as many that do nothing, the difference of two models
+    in turns. The lowest of many rounds: what else runs on the machine only adds. The gradients of small blocks leave
     together, those of large ones (28 MiB) by twos."""
     blocks, rounds = 28, 60
     model = torch.nn.Sequential()
@@ -448,8 +426,12 @@ def test_python_time_per_block(states, width, monkeypatch):
         layer.register_forward_pre_hook(lambda *_: None)
     for p in hooked.parameters():
         p.register_post_accumulate_grad_hook(lambda _: None)
-    clock = HookTime(monkeypatch)
+    clock = HookClock(monkeypatch.setattr)
     optimizer = orlop.AdamW(model.parameters(), lr=1e-5, module=model, states=states)
+
+    def in_hooks():
+        """What is called inside of others counts with them."""
+        return sum(s for (_, name), s in clock.take().items() if name != "synchronize")
 
     def seconds(m):
         """Wall and hooks of forward, wall and hooks of backward."""
@@ -460,20 +442,19 @@ def test_python_time_per_block(states, width, monkeypatch):
         for layer in m.layers:
             x = layer(x)
         loss = x.square().sum()
-        times = [time.perf_counter() - begin, clock.take()]
+        times = [time.perf_counter() - begin, in_hooks()]
         torch.cuda.synchronize()
         begin = time.perf_counter()
         loss.backward()
-        times += [time.perf_counter() - begin, clock.take()]
+        times += [time.perf_counter() - begin, in_hooks()]
         if m is model:
             optimizer.step()
         m.zero_grad()
         return times
 
     times = [[seconds(m) for m in (model, plain, hooked)] for _ in range(rounds)]
-    times = (
-        torch.tensor(times, dtype=torch.float64)[5:] * 1e6 / blocks
-    )  # (rounds, models, times) in us per block
+    # (rounds, models, times) in us per block
+    times = torch.tensor(times, dtype=torch.float64)[5:] * 1e6 / blocks
     lowest, median = times.amin(0), times.median(0).values
     assert (optimizer.steps, optimizer.skipped_steps) == (rounds, 0)
     optimizer.close()
