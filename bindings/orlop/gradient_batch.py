@@ -121,7 +121,8 @@ def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
 
 class Collector:
     """Gathers units of one device while backward writes their gradients, until these are enough to be worth the calls
-    that take them. What the end of the backward finds here is taken as it is."""
+    that take them. What the end of the backward finds here is taken as it is: all that neither leaves nor is added to
+    a sum, by a host that need not wake for each block."""
 
     def __init__(self, device: torch.device):
         self.units: list[Unit] = []
@@ -131,6 +132,9 @@ class Collector:
         self._done_bytes = 0
         self._stream = 0  # of torch, which has written what is done
         self._task = -1  # graph task whose end is already asked for
+        # Backwards run inside of others. What waits for an end there may get a second gradient, which torch adds in the
+        # weights' dtype: wherever states live, the same ones are to wait.
+        self._nests = False
         self._link = None  # of what was taken in it
 
     def begin(self, unit: Unit) -> None:
@@ -150,7 +154,8 @@ class Collector:
             self.flush()
         self._stream = unit.stream
         self._done.append(unit)
-        self._done_bytes += unit.bytes
+        if self._nests or not unit.stays():
+            self._done_bytes += unit.bytes
         self._ask_for_end()
         if self._done_bytes >= _LEAST_BYTES:
             self.flush()
@@ -158,6 +163,7 @@ class Collector:
     def _ask_for_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
+            self._nests = self._nests or self._task != -1
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -251,6 +257,15 @@ class Unit:
         self.arrived.append(parameter)
         if len(self.arrived) == len(self.slots):
             self.end()
+
+    def stays(self) -> bool:
+        """Whether taking these gradients changes nothing on the device: each is, as far as one knows, the only one of its
+        step, and used where it is."""
+        for reference in self.slots:
+            slot = reference()
+            if slot is None or slot.count or slot.expected > 1 or not slot.home.on_device:
+                return False
+        return True
 
     def end(self) -> None:
         """Nothing more comes in this backward."""

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import orlop  # noqa: E402
-from host_link import WAIT, HostStates  # noqa: E402
+from host_link import WAIT, HostLink, HostStates  # noqa: E402
 from orlop import device_link, gradient_batch  # noqa: E402
 from orlop.device_link import DeviceLink, LeavingBatch  # noqa: E402
 from orlop.optimizer_slot import Slot  # noqa: E402
@@ -23,6 +23,7 @@ from orlop.state_home import last_at_work  # noqa: E402
 
 WIDTH = 40
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+STATES_BYTES = 3 * BLOCK_BYTES  # moments and gradient of a block
 ALL = 1 << 30  # bytes that no backward here has
 
 
@@ -38,9 +39,9 @@ class Stack(torch.nn.Module):
         return x
 
 
-def open_optimizer(model):
+def open_optimizer(model, states="auto"):
     """With the only link of its parameters."""
-    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2, module=model, states=states)
     (link,) = optimizer._links.values()
     return optimizer, link
 
@@ -114,6 +115,31 @@ def test_small_blocks_leave_together(away, monkeypatch):
         assert equal(results, expected)
 
 
+def test_gradients_that_stay_are_taken_at_the_end(away, monkeypatch):
+    """With their states on the device, in steps of one micro-batch as far as the step before tells, they wait for the
+    end of the backward. Sums are begun and added to while it runs, and gradients that leave do not wait for others."""
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
+    counts = (1, 1, 2, 2, 1, 1)
+
+    def run(blocks):
+        monkeypatch.setattr(
+            HostLink, "room_bytes", blocks * (STATES_BYTES + 2 * BLOCK_BYTES)
+        )  # also of their sums
+        model = Stack(4)
+        optimizer, _ = open_optimizer(model, blocks * STATES_BYTES)
+        taken = count_first(monkeypatch, gradient_batch, "take")
+        return train(model, optimizer, counts), taken
+
+    expected, each = run(0)
+    assert each == [2] * 4 * sum(counts)
+    results, taken = run(4)
+    assert equal(results, expected)
+    assert taken == [2] * 4 + [8] + ([8] + [2] * 4) + [2] * 12 + [8]
+    results, taken = run(2)  # those of the first blocks, whose gradients come last
+    assert equal(results, expected)
+    assert taken == [2] * 4 + [2, 2, 4] + ([2, 2, 4] + [2] * 4) + [2] * 12 + [2, 2, 4]
+
+
 class Between(Stack):
     """Blocks between two layers that are outside of them."""
 
@@ -150,9 +176,10 @@ def test_units_leave_when_they_are_complete(away, monkeypatch):
 class Shared(Stack):
     """Weights of which autograd writes the gradient twice in one backward: outside and inside of a checkpoint."""
 
-    def __init__(self, checkpointed):
+    def __init__(self, checkpointed, complete):
         super().__init__(2)
-        self.layers[0].unused = torch.nn.Parameter(torch.ones(1))  # so that the block is never complete
+        if not complete:
+            self.layers[0].unused = torch.nn.Parameter(torch.ones(1))
         self.checkpointed = checkpointed
 
     def forward(self, x):
@@ -163,11 +190,13 @@ class Shared(Stack):
 
 
 def test_a_second_gradient_in_one_backward(away, monkeypatch):
-    """Whether the first has left or waits to leave, they are summed in fp32 as those of two micro-batches are."""
+    """Whether the first has left or waits for the rest of its block, they are summed in fp32 as those of two
+    micro-batches are; and whether states are in host memory or on the device."""
 
-    def run(least, dtype=torch.float32, checkpointed=True):
+    def run(least, dtype=torch.float32, checkpointed=True, complete=False, room=0):
         monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
-        model = Shared(checkpointed).to(dtype)
+        monkeypatch.setattr(HostLink, "room_bytes", room)
+        model = Shared(checkpointed, complete).to(dtype)
         optimizer, _ = open_optimizer(model)
         torch.set_default_dtype(dtype)
         try:
@@ -178,6 +207,8 @@ def test_a_second_gradient_in_one_backward(away, monkeypatch):
     for a, b in zip(run(ALL)[1], run(ALL, checkpointed=False)[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert equal(run(1, torch.bfloat16), run(ALL, torch.bfloat16))
+    on_host, on_device = (run(1, torch.bfloat16, complete=True, room=room) for room in (0, ALL))
+    assert equal(on_host, on_device)
 
 
 def test_autograd_adds_to_what_stands(away, monkeypatch):
