@@ -157,24 +157,23 @@ class DeviceLink:
     ) -> torch.cuda.Event:
         """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
         the homes' last jobs, and has `sums` sum their squares; returns their arrival. The list of gradients is taken
-        over. This thread waits only where too much is on its way."""
+        over. bound_leaving() is to follow."""
         last = last_at_work(homes)
         gate = self._gate(last, last.job)
         if has_cuda_part():
             batch = self._batch_of([home.target for home in homes])
-            self._bound_leaving(batch.bytes)
-            arrival = batch.offload(self, grads, gate, sums)
-            self._leaving.append((arrival, batch.bytes, grads))
-            return arrival
-        size = sum(grad.nbytes for grad in grads)
-        self._bound_leaving(size)
+            return self._leaves(batch.offload(self, grads, gate, sums), batch.bytes, grads)
         self._wait_at(self.down, gate)
         self._copy_by_torch(self.down, [home.gradient for home in homes], grads)
         if sums is not None:
             sums.square_sums([home.target for home in homes], [grad.data_ptr() for grad in grads])
         arrival = torch.cuda.Event(blocking=True)
         arrival.record(self.down)
+        return self._leaves(arrival, sum(grad.nbytes for grad in grads), grads)
+
+    def _leaves(self, arrival: torch.cuda.Event, size: int, grads: list[torch.Tensor]) -> torch.cuda.Event:
         self._leaving.append((arrival, size, grads))
+        self._leaving_bytes += size
         return arrival
 
     def _batch_of(self, targets: list[_orlop.GradientTarget]) -> LeavingBatch:
@@ -206,25 +205,23 @@ class DeviceLink:
                 [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
             )
 
-    def _bound_leaving(self, size: int, asks: bool = False) -> None:
-        """Device memory of gradients that wait for the host stays bounded. What has left is free, once it is much, or
-        with `asks`."""
-        leaving = self._leaving_bytes + size
+    def bound_leaving(self, asks: bool = False) -> None:
+        """Device memory of gradients that wait for the host stays bounded: this thread waits where too much is on its
+        way, but not for what left last. What has left is free, once it is much, or with `asks`."""
         while self._leaving:
-            arrival, left, _ = self._leaving[0]
-            has_left = (asks or leaving > _MANY_LEAVING) and arrival.query()
+            arrival, size, _ = self._leaving[0]
+            has_left = (asks or self._leaving_bytes > _MANY_LEAVING) and arrival.query()
             if not has_left:
-                if leaving <= _MOST_LEAVING:
+                if self._leaving_bytes <= _MOST_LEAVING or len(self._leaving) == 1:
                     break
                 arrival.synchronize()
             self._leaving.popleft()
-            leaving -= left
-        self._leaving_bytes = leaving
+            self._leaving_bytes -= size
 
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
         left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
-        self._bound_leaving(0, asks=True)
+        self.bound_leaving(asks=True)
         for _, _, grads in self._leaving:
             for grad in grads:
                 grad.record_stream(self.down)

@@ -215,6 +215,9 @@ class Collector:
         else:  # backward has gone on to another one
             with torch.cuda.stream(stream_at(self._stream, self._device)):
                 take_in_backward(slots)
+        # Last, since a thread that has slept is slow at what it does next.
+        if self._link is not None:
+            self._link.bound_leaving()
 
 
 def _slots_of(units: list[Unit]) -> list:

@@ -141,9 +141,9 @@ def test_memory_of_gradients_is_let_go(away, gradients):
     for step in range(1, 3):
         sum(p.sum() for p in params).backward()
         left = 2 * step if gradients == "auto" else 2 * (step - 1)
-        assert (link.offloads, link.let_go_at) == (left, left)
+        assert (link.offloads, link.bounded_at, link.let_go_at) == (left, left, left)
         optimizer.step()
-        assert (link.offloads, link.let_go_at) == (2 * step, 2 * step)
+        assert (link.offloads, link.bounded_at, link.let_go_at) == (2 * step, 2 * step, 2 * step)
         optimizer.zero_grad()
     optimizer.close()
 
@@ -189,26 +189,27 @@ def test_streams_wait_for_gates_that_are_closed_alone():
 
 
 @pytest.mark.parametrize(
-    ("leaving", "size", "asks", "left"),
+    ("leaving", "asks", "left"),
     [
-        ([(True, 1), (True, 1)], 1, False, (2, 3)),  # few: nobody asks
-        ([(True, 1), (False, 1)], 0, True, (1, 1)),  # the end of a backward
-        ([(True, 60), (False, 60)], 1, False, (1, 61)),  # many: those that have left are free
-        ([(False, 600), (False, 400)], 100, False, (1, 500)),  # too many: the first is waited for
+        ([(True, 1), (True, 1)], False, (2, 2)),  # few: nobody asks
+        ([(True, 1), (False, 1)], True, (1, 1)),  # the end of a backward
+        ([(True, 60), (False, 60)], False, (1, 60)),  # many: those that have left are free
+        ([(False, 600), (False, 400), (False, 100)], False, (2, 500)),  # too many: the first is waited for
+        ([(False, 600), (False, 2000)], False, (1, 2000)),  # the last is not
     ],
 )
-def test_gradients_on_their_way_are_bounded(leaving, size, asks, left):
+def test_gradients_on_their_way_are_bounded(leaving, asks, left):
     """MiB on the device, and whether they have left."""
 
     def event(done):
         return SimpleNamespace(query=lambda: done, synchronize=lambda: None)
 
-    mib = 1 << 20
     link = DeviceLink.__new__(DeviceLink)
-    link._leaving = collections.deque((event(done), count * mib, []) for done, count in leaving)
-    link._leaving_bytes = sum(count for _, count in leaving) * mib
-    link._bound_leaving(size * mib, asks)
-    assert (len(link._leaving), link._leaving_bytes / mib) == left
+    link._leaving, link._leaving_bytes = collections.deque(), 0
+    for done, mib in leaving:
+        link._leaves(event(done), mib << 20, [])
+    link.bound_leaving(asks)
+    assert (len(link._leaving), link._leaving_bytes / (1 << 20)) == left
 
 
 def test_room_on_a_device_is_what_the_highest_use_leaves(monkeypatch):
