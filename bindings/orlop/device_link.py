@@ -76,6 +76,8 @@ class DeviceLink:
     """Streams of one device beside torch's own: gradients down, weights up, and in `states` the updates of what
     lives there. Homes are those of parameters in host memory (state_home.HostHome)."""
 
+    fetches_blocks = False  # weights come with their update, not with the use of a block
+
     def __init__(self, device: torch.device, limit: int | None = None):
         self.device = device
         self.room = DeviceRoom(device, limit)

@@ -60,6 +60,7 @@ class ForwardGate:
         # By unit and by who writes: the last home and slot whose weights are being written; under None the indices of
         # all that the optimizer's thread writes in place.
         self._pending: dict[int, dict] = {}
+        self._is_open = True
         self._leaving: dict[int, dict[torch.Tensor, weakref.ref]] = {}  # slots by unit and parameter
         reference = weakref.ref(self)
         self.handles = []
@@ -88,8 +89,11 @@ class ForwardGate:
         return self._units_of.get(parameter, (0,))[0]
 
     def close(self, slots: list) -> None:
-        """These slots, in the order of their updates, are being written."""
+        """These slots, in the order of their updates, are being written. Who uses a block that is fetched waits there."""
+        self._is_open = False
         for slot in slots:
+            if slot.link is not None and slot.link.fetches_blocks and not slot.home.on_device:
+                continue
             for unit in self._units_of.get(slot.param, (0,)):
                 if unit not in self._pending:
                     self._pending[unit] = {}
@@ -119,12 +123,13 @@ class ForwardGate:
                 slot.forget_dropped()
 
     def open_all(self) -> None:
+        self._is_open = True
         for unit in list(self._pending):
             self.pass_unit(unit)
 
     def synchronize(self) -> None:
         optimizer = self._optimizer()
-        if self._pending and optimizer is not None:
+        if not self._is_open and optimizer is not None:
             optimizer.synchronize()
 
 

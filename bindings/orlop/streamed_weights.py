@@ -15,6 +15,8 @@ from .torch_support import flat
 class _Link:
     """What an optimizer's slot asks of its link, for weights that are fetched by their block instead."""
 
+    fetches_blocks = True
+
     def __init__(self, manager, device_link):
         self._manager, self._inner = weakref.ref(manager), device_link
         self.states = None if device_link is None else device_link.states
@@ -65,9 +67,6 @@ class _Link:
 
     def fence(self, arrival):
         return self._inner.fence(arrival) if self._inner is not None else (0, 0)
-
-    def wait_upload(self, slot) -> None:
-        """A block waits when it is fetched."""
 
 
 class StreamedWeights:

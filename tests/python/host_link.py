@@ -134,6 +134,7 @@ class Room:
 class HostLink:
     """Uploads run on a thread of their own, in order."""
 
+    fetches_blocks = False
     room_bytes = 0  # of sums and states on the "device"
 
     def __init__(self, device, limit=None):
