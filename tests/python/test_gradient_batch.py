@@ -174,40 +174,56 @@ def test_units_leave_when_they_are_complete(away, monkeypatch):
 
 
 class Shared(Stack):
-    """Weights of which autograd writes the gradient twice in one backward: outside and inside of a checkpoint."""
+    """Weights of which autograd writes the gradient several times in one backward: inside of checkpoints, of the blocks
+    in this order, and outside; after some forwards with each block once."""
 
-    def __init__(self, checkpointed, complete):
+    def __init__(self, order=(1, 0), checkpointed=True, complete=True, once=0):
         super().__init__(2)
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
         if not complete:
             self.layers[0].unused = torch.nn.Parameter(torch.ones(1))
-        self.checkpointed = checkpointed
+        self.order, self.checkpointed, self.once = order, checkpointed, once
 
     def forward(self, x):
         x.requires_grad_()
-        for layer in reversed(self.layers):
+        self.once -= 1
+        for index in (1, 0) if self.once >= 0 else self.order:
+            layer = self.layers[index]
             x = checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x)
-        return self.layers[0](x)
+        return self.last(x if self.once >= 0 else self.layers[0](x))
+
+
+def train_shared(monkeypatch, least, dtype, room=0, **kwargs):
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
+    monkeypatch.setattr(HostLink, "room_bytes", room)
+    model = Shared(**kwargs).to(dtype)
+    optimizer, _ = open_optimizer(model)
+    torch.set_default_dtype(dtype)
+    try:
+        return train(model, optimizer, (1, 1, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_second_gradient_in_one_backward(away, monkeypatch):
-    """Whether the first has left or waits for the rest of its block, they are summed in fp32 as those of two
-    micro-batches are; and whether states are in host memory or on the device."""
+    """Whether the first has left or waits for the rest of its block, their sum is rounded once."""
 
-    def run(least, dtype=torch.float32, checkpointed=True, complete=False, room=0):
-        monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", least)
-        monkeypatch.setattr(HostLink, "room_bytes", room)
-        model = Shared(checkpointed, complete).to(dtype)
-        optimizer, _ = open_optimizer(model)
-        torch.set_default_dtype(dtype)
-        try:
-            return train(model, optimizer, (1, 1, 1))
-        finally:
-            torch.set_default_dtype(torch.float32)
+    def run(least, dtype, checkpointed=True):
+        return train_shared(monkeypatch, least, dtype, complete=False, checkpointed=checkpointed)
 
-    for a, b in zip(run(ALL)[1], run(ALL, checkpointed=False)[1], strict=True):
+    pairs = zip(run(ALL, torch.float32)[1], run(ALL, torch.float32, False)[1], strict=True)
+    for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert equal(run(1, torch.bfloat16), run(ALL, torch.bfloat16))
-    on_host, on_device = (run(1, torch.bfloat16, complete=True, room=room) for room in (0, ALL))
+
+
+@pytest.mark.parametrize("once", [0, 2])
+def test_a_third_gradient_in_one_backward(away, monkeypatch, once):
+    """Their sum has the same roundings wherever states live; also where there are three for the first time when the
+    states are on the device."""
+    on_host, on_device = (
+        train_shared(monkeypatch, 1, torch.bfloat16, room, order=(0, 1, 0), once=once) for room in (0, ALL)
+    )
     assert equal(on_host, on_device)
 
 
