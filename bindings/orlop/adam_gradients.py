@@ -88,8 +88,6 @@ class GradientSide:
                     elif slot.link:
                         slot.lend_gradient()
                 slot.settle()
-                if slot.link:
-                    slot.link.bound_leaving()
                 work.append((slot, group))
         for link in self._links.values():
             link.let_go()

@@ -60,7 +60,7 @@ class ForwardGate:
         # By unit and by who writes: the last home and slot whose weights are being written; under None the indices of
         # all that the optimizer's thread writes in place.
         self._pending: dict[int, dict] = {}
-        self._is_open = True
+        self._is_open = True  # nothing was submitted since everything was waited for
         self._leaving: dict[int, dict[torch.Tensor, weakref.ref]] = {}  # slots by unit and parameter
         reference = weakref.ref(self)
         self.handles = []

@@ -26,13 +26,15 @@ def take(slots: list) -> None:
             continue
         if slot.count or slot.sum is not None or not slot.keeps_as_it_is(grad):
             _take_each(slots)
-            return
+            break
         taken.append(slot)
         grads.append(grad)
-    keep(taken, grads)  # the only micro-batch
-    for slot in taken:
-        slot.count, slot.square_sum = 1, None
-        slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
+    else:
+        _give(taken, grads)  # the only micro-batch
+        for slot in taken:
+            slot.count, slot.square_sum = 1, None
+            slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
+    _bound(slots)
 
 
 def _take_each(slots: list) -> None:
@@ -55,14 +57,14 @@ def _take_each(slots: list) -> None:
         slot.has_left = batch is first or (batch is added_on_host and slot.count == slot.expected)
         batch[0].append(slot)
         batch[1].append(grad)
-    keep(*first)
+    _give(*first)
     for slot in first[0]:
         if slot.sum is not None:
             slot.sum.took_first(slot.expected > 1)
     if len(first[0]) < len(taken):
         DeviceSum.start_all(*begun)
         DeviceSum.add_all(*added)
-        keep(*added_on_host, measures=False)
+        _give(*added_on_host, measures=False)
         for slot in added_on_host[0]:
             slot.sum.add(last=slot.has_left)
         settle([slot for slot in taken if slot.count == slot.expected])
@@ -99,9 +101,21 @@ def settle(slots: list) -> None:
     keep(summed, [slot.sum.rounded() for slot in summed])
 
 
-def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
-    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and with `measures`
-    sum the squares where every step asks."""
+def keep(slots: list, grads: list[torch.Tensor]) -> None:
+    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and sum the squares
+    where every step asks."""
+    _give(slots, grads)
+    _bound(slots)
+
+
+def _bound(slots: list) -> None:
+    """What is on its way stays bounded. Last of all, since a thread that has slept is slow at what it does next."""
+    if slots and slots[0].link is not None:
+        slots[0].link.bound_leaving()
+
+
+def _give(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
+    """keep() without the bound. `measures`: whether squares are to be summed at all."""
     if not slots:
         return
     measures = measures and slots[0].measures
@@ -132,10 +146,10 @@ class Collector:
         self._done_bytes = 0
         self._stream = 0  # of torch, which has written what is done
         self._task = -1  # graph task whose end is already asked for
+        self._link = None  # of what was taken in it
         # Backwards run inside of others. What waits for an end there may get a second gradient, which torch adds in the
         # weights' dtype: wherever states live, the same ones are to wait.
         self._nests = False
-        self._link = None  # of what was taken in it
 
     def begin(self, unit: Unit) -> None:
         """The first gradient of a unit has come: what the one before it has not got it does not get."""
@@ -215,9 +229,6 @@ class Collector:
         else:  # backward has gone on to another one
             with torch.cuda.stream(stream_at(self._stream, self._device)):
                 take_in_backward(slots)
-        # Last, since a thread that has slept is slow at what it does next.
-        if self._link is not None:
-            self._link.bound_leaving()
 
 
 def _slots_of(units: list[Unit]) -> list:

@@ -148,6 +148,27 @@ def test_memory_of_gradients_is_let_go(away, gradients):
     optimizer.close()
 
 
+def test_memory_of_gradients_without_hooks_is_bounded(away):
+    """Of a parameter that was frozen when its states were loaded: the first gradient is taken by whoever asks for the
+    norm, what the next backward adds to it by that backward."""
+    p = torch.nn.Parameter(torch.ones(7))
+    before = orlop.AdamW([p], lr=0.1)
+    p.sum().backward()
+    before.step()
+    saved = before.state_dict()
+    before.close()
+    optimizer = orlop.AdamW([p.requires_grad_(False)], lr=0.1)
+    optimizer.load_state_dict(saved)
+    (link,) = optimizer._links.values()
+    p.requires_grad_().sum().backward()
+    assert (link.offloads, link.bounded_at) == (0, 0)
+    optimizer.clip_grad_norm_(1e9)
+    assert (link.offloads, link.bounded_at) == (1, 1)
+    p.sum().backward()
+    assert (link.offloads, link.bounded_at) == (2, 2)
+    optimizer.close()
+
+
 def test_a_stand_in_that_nobody_kept_serves_again(away):
     """One that somebody has kept never becomes the next gradient: reading it says that its own is gone."""
     p = torch.nn.Parameter(torch.ones(50))

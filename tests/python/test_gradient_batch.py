@@ -115,16 +115,31 @@ def test_small_blocks_leave_together(away, monkeypatch):
         assert equal(results, expected)
 
 
+def test_the_host_waits_for_room_last(away, monkeypatch):
+    """Once all that it is to do for a block is done."""
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
+    model = Stack(3)
+    optimizer, link = open_optimizer(model)
+    seen = []
+    monkeypatch.setattr(
+        link,
+        "bound_leaving",
+        lambda: seen.append((link.offloads, sum(slot.is_away for slot in optimizer._slots.values()))),
+    )
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert seen == [(2, 2), (4, 4), (6, 6)]
+    optimizer.close()
+
+
 def test_gradients_that_stay_are_taken_at_the_end(away, monkeypatch):
     """With their states on the device, in steps of one micro-batch as far as the step before tells, they wait for the
     end of the backward. Sums are begun and added to while it runs, and gradients that leave do not wait for others."""
     monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
     counts = (1, 1, 2, 2, 1, 1)
+    sum_bytes = 2 * BLOCK_BYTES  # more than enough for the sums of a block
 
     def run(blocks):
-        monkeypatch.setattr(
-            HostLink, "room_bytes", blocks * (STATES_BYTES + 2 * BLOCK_BYTES)
-        )  # also of their sums
+        monkeypatch.setattr(HostLink, "room_bytes", blocks * (STATES_BYTES + sum_bytes))
         model = Stack(4)
         optimizer, _ = open_optimizer(model, blocks * STATES_BYTES)
         taken = count_first(monkeypatch, gradient_batch, "take")
