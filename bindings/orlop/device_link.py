@@ -14,7 +14,7 @@ from .device_room import DeviceRoom
 from .device_states import DeviceStates, has_cuda_part
 from .square_sums import SquareSums
 from .state_home import last_at_work
-from .torch_support import flat
+from .torch_support import flat, stream_at
 
 _log = logging.getLogger("orlop")
 
@@ -88,8 +88,9 @@ class DeviceLink:
         self._index = device.index
         self.down_address, self._up_address = self.down.cuda_stream, self.up.cuda_stream
         self._pinned: dict[int, int] = {}  # bytes by address
-        # Gradients on their way: their arrival, their bytes, and they themselves, so that nobody else gets their memory.
-        self._leaving: deque[tuple[torch.cuda.Event, int, list]] = deque()
+        # Gradients on their way: their arrival, their bytes, the stream of torch that has written them, and they
+        # themselves, so that nobody else gets their memory.
+        self._leaving: deque[tuple[torch.cuda.Event, int, int, list]] = deque()
         self._leaving_bytes = 0
         self._batches: dict[_orlop.GradientTarget, LeavingBatch] = {}  # by their first target
         self._gates: dict[int, int | None] = {}  # address on the device of words that it waits for
@@ -159,7 +160,7 @@ class DeviceLink:
     ) -> torch.cuda.Event:
         """Copies gradients that torch's current stream has written to where the homes keep them, in one layout, behind
         the homes' last jobs, and has `sums` sum their squares; returns their arrival. The list of gradients is taken
-        over. bound_leaving() is to follow."""
+        over."""
         last = last_at_work(homes)
         gate = self._gate(last, last.job)
         if has_cuda_part():
@@ -174,8 +175,9 @@ class DeviceLink:
         return self._leaves(arrival, sum(grad.nbytes for grad in grads), grads)
 
     def _leaves(self, arrival: torch.cuda.Event, size: int, grads: list[torch.Tensor]) -> torch.cuda.Event:
-        self._leaving.append((arrival, size, grads))
+        self._leaving.append((arrival, size, torch._C._cuda_getCurrentRawStream(self._index), grads))
         self._leaving_bytes += size
+        self._bound_leaving()
         return arrival
 
     def _batch_of(self, targets: list[_orlop.GradientTarget]) -> LeavingBatch:
@@ -207,24 +209,28 @@ class DeviceLink:
                 [flat(a) for a in into], [flat(b) for b in tensors], non_blocking=self.is_pinned
             )
 
-    def bound_leaving(self, asks: bool = False) -> None:
-        """Device memory of gradients that wait for the host stays bounded: this thread waits where too much is on its
-        way, but not for what left last. What has left is free, once it is much, or with `asks`."""
+    def _bound_leaving(self, asks: bool = False) -> None:
+        """Device memory of gradients that wait for the host stays bounded: where too much is on its way, what their
+        stream is given next waits for the first of them, but not for what left last, and has their memory. This thread
+        does not wait. What has left is free, once it is much, or with `asks`."""
         while self._leaving:
-            arrival, size, _ = self._leaving[0]
+            arrival, size, stream, grads = self._leaving[0]
             has_left = (asks or self._leaving_bytes > _MANY_LEAVING) and arrival.query()
             if not has_left:
                 if self._leaving_bytes <= _MOST_LEAVING or len(self._leaving) == 1:
                     break
-                arrival.synchronize()
+                if grads:
+                    stream_at(stream, self.device).wait_event(arrival)
+                else:  # of a backward before: torch has their memory once it sees that they have left
+                    arrival.synchronize()
             self._leaving.popleft()
             self._leaving_bytes -= size
 
     def let_go(self) -> None:
         """A backward has ended: the memory of gradients that are still on their way is torch's again once they have
         left, without another call here. (That costs torch an event for each; those that have left are free at once.)"""
-        self.bound_leaving(asks=True)
-        for _, _, grads in self._leaving:
+        self._bound_leaving(asks=True)
+        for _, _, _, grads in self._leaving:
             for grad in grads:
                 grad.record_stream(self.down)
             grads.clear()

@@ -26,15 +26,13 @@ def take(slots: list) -> None:
             continue
         if slot.count or slot.sum is not None or not slot.keeps_as_it_is(grad):
             _take_each(slots)
-            break
+            return
         taken.append(slot)
         grads.append(grad)
-    else:
-        _give(taken, grads)  # the only micro-batch
-        for slot in taken:
-            slot.count, slot.square_sum = 1, None
-            slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
-    _bound(slots)
+    keep(taken, grads)  # the only micro-batch
+    for slot in taken:
+        slot.count, slot.square_sum = 1, None
+        slot.stand_in = slot.param.grad = OffloadedGradient.make(slot)
 
 
 def _take_each(slots: list) -> None:
@@ -57,14 +55,14 @@ def _take_each(slots: list) -> None:
         slot.has_left = batch is first or (batch is added_on_host and slot.count == slot.expected)
         batch[0].append(slot)
         batch[1].append(grad)
-    _give(*first)
+    keep(*first)
     for slot in first[0]:
         if slot.sum is not None:
             slot.sum.took_first(slot.expected > 1)
     if len(first[0]) < len(taken):
         DeviceSum.start_all(*begun)
         DeviceSum.add_all(*added)
-        _give(*added_on_host, measures=False)
+        keep(*added_on_host, measures=False)
         for slot in added_on_host[0]:
             slot.sum.add(last=slot.has_left)
         settle([slot for slot in taken if slot.count == slot.expected])
@@ -101,21 +99,9 @@ def settle(slots: list) -> None:
     keep(summed, [slot.sum.rounded() for slot in summed])
 
 
-def keep(slots: list, grads: list[torch.Tensor]) -> None:
-    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and sum the squares
-    where every step asks."""
-    _give(slots, grads)
-    _bound(slots)
-
-
-def _bound(slots: list) -> None:
-    """What is on its way stays bounded. Last of all, since a thread that has slept is slow at what it does next."""
-    if slots and slots[0].link is not None:
-        slots[0].link.bound_leaving()
-
-
-def _give(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
-    """keep() without the bound. `measures`: whether squares are to be summed at all."""
+def keep(slots: list, grads: list[torch.Tensor], measures: bool = True) -> None:
+    """The homes of these slots, of one optimizer, have these gradients, in the weights' layout, and with `measures`
+    sum the squares where every step asks."""
     if not slots:
         return
     measures = measures and slots[0].measures

@@ -51,10 +51,6 @@ class _Link:
             home.gradient.copy_(grad)
         return None
 
-    def bound_leaving(self) -> None:
-        if self._inner is not None:
-            self._inner.bound_leaving()
-
     def let_go(self) -> None:
         if self._inner is not None:
             self._inner.let_go()

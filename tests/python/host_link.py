@@ -143,7 +143,7 @@ class HostLink:
         self.up = None
         self.brought = Updated(None)  # the last of what came up for blocks
         self.pending = []
-        self.uploads = self.offloads = self.bounded_at = self.let_go_at = 0
+        self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
 
     def pin(self, ranges):
@@ -179,9 +179,6 @@ class HostLink:
         """What the link copies is in memory that it was told to pin."""
         for tensor in tensors:
             assert self._is_pinned(tensor.data_ptr(), tensor.nbytes)
-
-    def bound_leaving(self):
-        self.bounded_at = self.offloads
 
     def let_go(self):
         self.let_go_at = self.offloads

@@ -16,6 +16,7 @@ from hook_clock import HookClock  # noqa: E402
 
 import orlop  # noqa: E402
 from adam_reference import Reference, parameters_of_both_equal_torch  # noqa: E402
+from orlop import device_link, gradient_batch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -393,6 +394,47 @@ def test_blocks_on_streams_of_their_own(width):
     expected, got = run([torch.cuda.current_stream()] * blocks), run(streams)
     assert got[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
+
+
+def test_a_backward_does_not_wait_for_gradients_on_their_way(monkeypatch):
+    """The host issues all of it while the device is at its first blocks, and yet the gradients of few are in memory at a
+    time: what the device does next waits for those before, and their memory is used again."""
+    blocks, width, block_bytes = 12, 1024, 4 << 20
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(device_link, "_MOST_LEAVING", 2 * block_bytes)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(blocks))
+    model.cuda()
+    plain = copy.deepcopy(model)
+    optimizer = orlop.AdamW(model.parameters(), lr=0.0, module=model, states="host")
+
+    def backward(m, x, cycles):
+        for layer in m.layers:
+            x = torch.tanh(layer(x))
+            x.register_hook(lambda _: torch.cuda._sleep(cycles))
+        loss = x.square().sum()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        loss.backward()
+        issued = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        return issued, time.perf_counter() - begin, torch.cuda.max_memory_allocated() - before
+
+    for step in range(3):
+        x = torch.full((4, width), 0.1 * (step + 1), device="cuda")
+        backward(plain, x, 0)
+        issued, whole, grown = backward(model, x, 20_000_000)
+        for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad.clone(), expected.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert issued < 0.3 * whole, (issued, whole)
+    assert grown < 6 * block_bytes, grown
+    optimizer.close()
 
 
 class Layer(torch.nn.Module):

@@ -115,22 +115,6 @@ def test_small_blocks_leave_together(away, monkeypatch):
         assert equal(results, expected)
 
 
-def test_the_host_waits_for_room_last(away, monkeypatch):
-    """Once all that it is to do for a block is done."""
-    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", 1)
-    model = Stack(3)
-    optimizer, link = open_optimizer(model)
-    seen = []
-    monkeypatch.setattr(
-        link,
-        "bound_leaving",
-        lambda: seen.append((link.offloads, sum(slot.is_away for slot in optimizer._slots.values()))),
-    )
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert seen == [(2, 2), (4, 4), (6, 6)]
-    optimizer.close()
-
-
 def test_gradients_that_stay_are_taken_at_the_end(away, monkeypatch):
     """With their states on the device, in steps of one micro-batch as far as the step before tells, they wait for the
     end of the backward. Sums are begun and added to while it runs, and gradients that leave do not wait for others."""
@@ -340,7 +324,7 @@ def test_an_update_that_is_half_done_may_still_wait_for_the_event(away, monkeypa
     homes[0].native.wait([homes[0].index])
 
     link = DeviceLink.__new__(DeviceLink)
-    link.device, link.down, link.down_address = torch.device("cuda", 0), None, 9
+    link.device, link._index, link.down, link.down_address = torch.device("cuda", 0), 0, None, 9
     link._leaving, link._leaving_bytes, link._batches = collections.deque(), 0, {}
     link._gates = {home.version_address: 1234 for home in homes}
     grads = [torch.ones(8) for _ in params]
