@@ -148,7 +148,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     @classmethod
     def from_torch(cls, optimizer, **options):
         """An orlop optimizer in the place of a torch.optim.AdamW or Adam: its groups, hyperparameters and
-        state. `options` are those of this class that torch lacks."""
+        state. The two share the groups from then on, so that a scheduler over the one drives the other.
+        `options` are those of this class that torch lacks."""
         if isinstance(optimizer, AdamW):
             return optimizer
         if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
@@ -164,6 +165,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         )
         made.load_state_dict(optimizer.state_dict())
         made.defaults.update({k: v for k, v in optimizer.defaults.items() if k in hyper})
+        optimizer.param_groups = made.param_groups
+        optimizer._opt_called = True  # its scheduler warns where it has never been stepped
         return made
 
     # --- parameters -----------------------------------------------------------------------------

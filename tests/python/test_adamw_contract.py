@@ -32,7 +32,7 @@ def test_learning_rate_of_the_moment_is_used():
         assert torch.equal(before, ours) == (lr == 0.0)
 
 
-@pytest.mark.parametrize(
+SCHEDULERS = pytest.mark.parametrize(
     "make",
     [
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -43,21 +43,46 @@ def test_learning_rate_of_the_moment_is_used():
     ],
     ids=["lambda", "onecycle", "plateau", "restarts", "exponential"],
 )
+
+
+def scheduled(p, optimizer, scheduler, steps):
+    for step in range(steps):
+        backward(p, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = (1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()
+        scheduler.step(*metrics)
+
+
+@SCHEDULERS
 def test_schedulers(make):
     """Case B-02: torch's schedulers accept it and their rates and momenta count."""
     (ours, optimizer), (theirs, reference) = pair()
     for p, o in ((ours, optimizer), (theirs, reference)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            scheduler = make(o)
-            for step in range(10):
-                backward(p, step)
-                o.step()
-                o.zero_grad()
-                metrics = (1.0,) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()
-                scheduler.step(*metrics)
+            scheduled(p, o, make(o), 10)
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@SCHEDULERS
+def test_a_scheduler_over_the_optimizer_that_was_taken_over(make):
+    """It drives the one in its place, also after that has loaded a state."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2)]
+    ours, theirs = (torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1) for p in params)
+    schedulers = make(ours), make(theirs)
+    optimizers = orlop.AdamW.from_torch(ours), theirs
+    for _ in range(2):
+        for p, optimizer, scheduler in zip(params, optimizers, schedulers, strict=True):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scheduled(p, optimizer, scheduler, 5)
+            optimizer.load_state_dict(optimizer.state_dict())
+            scheduler.load_state_dict(scheduler.state_dict())
+            # torch's own optimizer puts new groups in the place of those that the scheduler may have kept
+            assert optimizer.param_groups[0]["lr"] == scheduler.optimizer.param_groups[0]["lr"]
+    torch.testing.assert_close(*params, atol=1e-6, rtol=1e-5)
 
 
 def test_warm_up_of_transformers():

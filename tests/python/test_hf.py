@@ -207,6 +207,25 @@ def test_torch_optimizer_taken_over_in_the_middle():
     torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
 
 
+def test_a_trainer_with_optimizer_and_scheduler_of_its_own(model_dir, tmp_path):
+    """The scheduler that was made over the optimizer sets the rate of the one in its place."""
+
+    def run(name, attaches):
+        trainer = make_trainer(model_dir("llama", True), tmp_path / name, steps=6)
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, 0.2)
+        if attaches:
+            orlop.hf.attach(trainer)
+        trainer.train()
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        return log(trainer), rates
+
+    expected, rates = run("a", False)
+    losses, ours = run("b", True)
+    assert ours == pytest.approx(rates) and ours[0] < 1e-6
+    assert_close(losses, expected)
+
+
 def test_axolotl_plugin(model_dir, tmp_path):
     """The plug-in's groups are those of the Trainer: decay for matrices only."""
     pytest.importorskip("axolotl.integrations.base")
