@@ -8,7 +8,7 @@ from .adam_checks import refuse_several_ranks  # isort: skip
 from .device_link import DeviceLink  # isort: skip
 from .drive_state import DriveHome  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
-from .state_home import MOMENT_KEYS, HostHome, device_bytes  # isort: skip
+from .state_home import HostHome, device_bytes  # isort: skip
 
 _ROOM_BYTES = 256 << 20  # of states that are taken and given back together
 
@@ -137,28 +137,38 @@ class SlotSide:
         rank = self._gate.rank
         return sorted(slots, key=lambda slot: rank.get(slot.param, -1))
 
+    def _has_states(self, slot):
+        return "step" in self.state.get(slot.param, {})
+
     def _follow_moves(self):
-        """Parameters that `module.to()` took to another device or dtype get new room, states included."""
-        if all(s.device == p.device and s.dtype == p.dtype for p, s in self._slots.items()):
+        """Parameters that `module.to()`, or another tensor as their `data`, took to another device, dtype or order of
+        elements get new room, states included. So do those of another shape, unless they have states already."""
+        moved = {slot for slot in self._slots.values() if slot.has_moved()}
+        if not moved:
             return
-        old, moments = self._native, {}
-        for p, slot in self._slots.items():
-            slot.drop_gradient()
-            if p in self.state:
-                moments[p] = {key: slot.planes[key].clone() for key in MOMENT_KEYS}
-        params = list(self._slots)
+        for slot in moved:
+            shape, now = list(slot.layout[0]), list(slot.param.size())
+            if shape != now and self._has_states(slot):
+                raise errors.UsageError(
+                    f"{slot.name} has shape {now}, its optimizer states have {shape}: make a new optimizer after such a "
+                    "change, or make it before the first step"
+                )
         self._check_groups(self.param_groups)
+        old, saved = self._native, {}
+        for p, slot in self._slots.items():
+            if slot.is_away and (p.device, p.dtype, p.size()) == (slot.device, slot.dtype, slot.layout[0]):
+                slot.restore_gradient(slot.stand_in)
+            slot.drop_gradient()
+            if self._has_states(slot):
+                others = {key: value for key, value in self.state[p].items() if key not in slot.planes}
+                saved[p] = others | slot.states_to_move()
+        params = list(self._slots)
         self._slots, self._units, self._collectors = {}, {}, {}
         self._placement.forget()
         for link in self._links.values():
             link.unpin()
         old.close()
-        for p in params:
-            if p in self.state:
-                self.state[p] = {"step": self.state[p]["step"]}
         self._native = self._parts[0] = self._make_native()
         self._adopt(params)
-        for p, saved in moments.items():
-            for key, value in saved.items():
-                self._slots[p].planes[key].copy_(value)
-            self._show_state(p)
+        for p, state in saved.items():
+            self._load_state(p, state)

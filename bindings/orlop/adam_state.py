@@ -20,16 +20,20 @@ class StateSide:
 
     def master(self, p):
         """A copy of the fp32 master of `p`, in host memory."""
-        slot = self._slot_of(p)
+        self._slot_of(p)
         self.synchronize()
+        self._follow_moves()
+        slot = self._slot_of(p)
         slot.follow_weights()
         return slot.home.read_master(slot).as_strided(p.size(), p.stride())
 
     @torch.no_grad()
     def set_master(self, p, value):
         """Writes the fp32 master of `p` and the weights, rounded (bf16: half up; fp16: nearest even)."""
-        slot = self._slot_of(p)
+        self._slot_of(p)
         self.synchronize()
+        self._follow_moves()
+        slot = self._slot_of(p)
         slot.follow_weights()
         value = torch.as_tensor(value, dtype=torch.float32, device="cpu").expand(p.shape)
         laid = torch.empty_strided(p.size(), p.stride(), dtype=torch.float32).copy_(value)
@@ -93,6 +97,7 @@ class StateSide:
     def load_state_dict(self, state_dict):
         """Takes a state_dict of this class or of torch.optim.AdamW, from any device."""
         self.synchronize()
+        self._follow_moves()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)

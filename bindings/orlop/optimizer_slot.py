@@ -12,7 +12,7 @@ from . import _orlop, errors
 from .gradient_batch import GradientHook, keep, settle, take_in_backward
 from .gradient_sum import DeviceSum, HostSum
 from .offloaded_gradient import OffloadedGradient
-from .state_home import DeviceHome, HostHome
+from .state_home import MASTER_KEY, MOMENT_KEYS, DeviceHome, HostHome
 from .torch_support import in_layout_of
 
 
@@ -31,6 +31,9 @@ class Slot:
         self.device, self.dtype = param.device, param.dtype
         self.numel = param.numel()
         self.address = param.data_ptr()
+        # Of blocks that come and go, orlop.wrap sees to it.
+        self.fixed = self.link is not None and self.link.fetches_blocks
+        self.layout = param.size(), param.stride()
         self.is_contiguous = param.is_contiguous()
         self.reference = weakref.ref(self)
         self.version = param._version  # of the weights, when this optimizer last wrote or read them
@@ -51,6 +54,23 @@ class Slot:
     def planes(self) -> dict[str, torch.Tensor]:
         """Moments and the rest of the master where they live, in the parameter's layout."""
         return self.home.planes
+
+    def has_moved(self) -> bool:
+        """Whether the parameter has another device, dtype, shape or order of elements than its states."""
+        param = self.param
+        return (
+            param.device != self.device
+            or param.dtype is not self.dtype
+            or not (self.fixed or (param.size(), param.stride()) == self.layout)
+        )
+
+    def states_to_move(self) -> dict[str, torch.Tensor]:
+        """Copies of the moments, and of the rest of a master whose weights are as the last update left them."""
+        states = {key: self.planes[key].clone() for key in MOMENT_KEYS}
+        rest = MASTER_KEY[self.dtype]
+        if rest is not None and self.param.dtype is self.dtype and self.version == self.param._version:
+            states[rest] = self.planes[rest].clone() if self.loaded_rest is None else self.loaded_rest
+        return states
 
     def follow_weights(self) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""
@@ -97,9 +117,15 @@ class Slot:
         return None if self.is_away else self.param.grad
 
     def plain_gradient(self) -> torch.Tensor | None:
-        """The new gradient in the weights' layout; None if there is none, or one that stays where it is."""
+        """The new gradient in the weights' layout; None if there is none, or one that stays where it is: one of another
+        kind, or of weights that have moved, whose states the next step is to move first."""
         grad = self.new_gradient()
-        if grad is None or grad.dtype is not self.dtype or grad.layout is not torch.strided:
+        if (
+            grad is None
+            or grad.dtype is not self.dtype
+            or grad.layout is not torch.strided
+            or self.has_moved()
+        ):
             return None
         return grad if self.keeps_as_it_is(grad) else in_layout_of(grad.detach(), self.param)
 
@@ -108,6 +134,8 @@ class Slot:
         return (
             grad.dtype is self.dtype
             and grad.layout is torch.strided
+            and grad.size() == self.layout[0]
+            and grad.device == self.device
             and self.is_contiguous
             and grad.is_contiguous()
             and not (grad.requires_grad or grad.is_neg() or isinstance(grad, OffloadedGradient))
@@ -170,7 +198,7 @@ class Slot:
         value = self.home.arrived().to(device=self.device, dtype=torch.float32, copy=True)
         if self.factor != 1.0:
             value *= self.factor
-        return value.to(self.dtype).as_strided(self.param.size(), self.param.stride())
+        return value.to(self.dtype).as_strided(*self.layout)
 
     def restore_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         value = self.read_gradient(gradient)

@@ -86,8 +86,11 @@ class HostHome:
     def follow(self, slot) -> None:
         """Notices weights that lie elsewhere, or were written, since the last update."""
         if self.link:
-            if slot.version != slot.param._version:
+            lies_elsewhere = not slot.fixed and slot.address != slot.param.data_ptr()
+            if lies_elsewhere or slot.version != slot.param._version:
                 self.adopt(slot)
+            if lies_elsewhere:
+                slot.address = slot.param.data_ptr()
             slot.loaded_rest = None
         elif slot.address != slot.param.data_ptr():
             self.native.move_weights(self.index, slot.param.data_ptr(), slot.param.detach())
