@@ -10,7 +10,7 @@ from .torch_support import torch
 
 from .adam_checks import check_hyperparameters, refuse_several_ranks  # isort: skip
 from .gradient_batch import Collector, GradientHook, Unit, take  # isort: skip
-from .state_home import measure_on_device  # isort: skip
+from .state_home import empty_as, measure_on_device  # isort: skip
 
 _log = logging.getLogger("orlop")
 _UNIT_BYTES = 16 << 20  # of gradients that wait for each other where no module tells of blocks
@@ -183,7 +183,7 @@ class GradientSide:
         for slot in self._slots.values():
             if slot.is_away and not set_to_none:
                 slot.drop_gradient()
-                slot.param.grad = torch.zeros_like(slot.param)
+                slot.param.grad = empty_as(slot.param, slot.dtype).zero_()  # the weights may be away
             else:
                 slot.drop_gradient()
         super().zero_grad(set_to_none)

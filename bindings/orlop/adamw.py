@@ -20,6 +20,7 @@ from .gradient_batch import Collector, Unit  # isort: skip
 from .older_torch import names_beside  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .placement import Placement, states_limit  # isort: skip
+from .streamed_block import is_managed  # isort: skip
 
 _log = logging.getLogger("orlop")
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,6 +35,10 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     A drop-in for torch.optim.AdamW: the same arguments, param_groups and state_dict, in fp32 equal to it
     within rounding. 16-bit parameters have an exact fp32 master: 10 bytes of host memory per bf16 element
     beside the weight itself, 12 per fp16 element, 8 per fp32 element, none for frozen ones.
+
+    Weights may be written between steps: under torch.no_grad(), or by giving a parameter other `data` of its shape.
+    What is written through `p.data` in place, no version counter tells; weights on a GPU with states in host memory
+    are then as the optimizer has them after the next step.
 
     module: hides the update under the next forward. step() returns at once, and each block of `module` waits
         for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().
@@ -188,6 +193,11 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
             for position, p in enumerate(group["params"]):
                 name = self._name(p, index, position)
                 torch_support.check_parameter(p, name)
+                if p.requires_grad and is_managed(p) and not self._is_streamed(p):
+                    raise errors.UsageError(
+                        f"{name} is in a block of a wrapped model, which trains through the optimizer that orlop.wrap "
+                        "makes: give that the arguments of this one, orlop.wrap(model, {...}), or freeze it"
+                    )
                 named.append((name, p))
         torch_support.check_disjoint(named)
 

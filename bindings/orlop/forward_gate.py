@@ -9,15 +9,19 @@ import torch
 
 
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated parts of a model in the order of their registration: the members of its outermost
-    ModuleLists."""
-    blocks = []
+    """The repeated parts of a model in the order of their registration: the members of its outermost ModuleLists, each
+    once, or, where these are ModuleLists or ModuleDicts, whose forward nobody calls, their members."""
+    return list(dict.fromkeys(_blocks_in(module, inside=False)))
+
+
+def _blocks_in(module: torch.nn.Module, inside: bool):
+    """`inside`: of a ModuleList."""
     for child in module.children():
-        if isinstance(child, torch.nn.ModuleList):
-            blocks += list(child)
+        is_list = isinstance(child, torch.nn.ModuleList)
+        if inside and not is_list and not isinstance(child, torch.nn.ModuleDict):
+            yield child
         else:
-            blocks += find_blocks(child)
-    return blocks
+            yield from _blocks_in(child, inside or is_list)
 
 
 class PassingHooks:

@@ -218,17 +218,17 @@ class DeviceHome:
         self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel)  # leaves for nowhere
         self.target.row = slot.home.target.row
         self.bytes = device_bytes(param, moments)
-        self.planes = {key: _empty_as(param, moments) for key in MOMENT_KEYS}
+        self.planes = {key: empty_as(param, moments) for key in MOMENT_KEYS}
         self.shard = _orlop.AdamShard(
             compute_dtype=DTYPES[self.dtype], moment_dtype=DTYPES[moments], grad_dtype=DTYPES[self.dtype],
             numel=self.numel,
         )  # fmt: skip
         self.shard.exp_avg, self.shard.exp_avg_sq = (self.planes[key].data_ptr() for key in MOMENT_KEYS)
         if self.dtype == torch.bfloat16:
-            self.planes["master_lo"] = _empty_as(param, torch.int16)
+            self.planes["master_lo"] = empty_as(param, torch.int16)
             self.shard.lo = self.planes["master_lo"].data_ptr()
         elif self.dtype == torch.float16:
-            self.planes["master"] = _empty_as(param, torch.float32)
+            self.planes["master"] = empty_as(param, torch.float32)
             self.shard.master = self.planes["master"].data_ptr()
         self.gradient: torch.Tensor | None = None
         self._written_on = 0  # torch's stream that has written it
@@ -347,5 +347,5 @@ def measure_on_device(slots: list) -> None:
             home.measured = True
 
 
-def _empty_as(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def empty_as(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(param.size(), param.stride(), dtype=dtype, device=param.device)

@@ -11,6 +11,12 @@ from .torch_support import flat
 _ALIGNMENT = 512  # bytes, of parameters in their block
 
 
+def is_managed(parameter: torch.Tensor) -> bool:
+    """Whether a wrapped model brings it to the device and lets it go."""
+    entry = getattr(parameter, "_orlop_entry", None)
+    return entry is not None and type(parameter) is not entry.kind
+
+
 class Entry:
     """One parameter: its place in the block's storage on the device, and its home: `host` (numel) in host memory, or
     `drives`. Neither is used while the optimizer has its states on the device, where the weights then stay."""

@@ -20,7 +20,7 @@ from .drive_weights import DriveWeights, spread  # noqa: E402
 from .forward_gate import find_blocks  # noqa: E402
 from .host_memory import FreedMemory, MappedFiles, owned  # noqa: E402
 from .older_torch import compile_through_modules  # noqa: E402
-from .streamed_block import Block, Entry  # noqa: E402
+from .streamed_block import Block, Entry, is_managed  # noqa: E402
 from .streamed_weights import StreamedWeights  # noqa: E402
 
 _log = logging.getLogger("orlop")
@@ -61,10 +61,15 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
     names = {p: name for name, p in model.named_parameters()}
     for p, name in names.items():
         check_parameter(p, name)
+        if is_managed(p):
+            raise errors.UsageError(
+                f"orlop.wrap: {name} is in a block of another wrapped model; wrap the whole model once, or "
+                "orlop.unwrap() that one first"
+            )
     check_disjoint([(name, p) for p, name in names.items()])  # copies of their own would untie them
     first = next(iter(names)).device if names else torch.device("cpu")
     device = first if device is None else torch.empty(0, device=device).device
-    modules = find_blocks(model) if blocks is None else list(blocks)
+    modules = find_blocks(model) if blocks is None else list(dict.fromkeys(blocks))
     _check_not_compiled(model, set(modules))
     compile_through_modules()
     made: list[Block] = []
@@ -91,10 +96,13 @@ def wrap(model, optimizer=None, config="auto", blocks=None, device=None, **optio
 
 
 def unwrap(model):
-    """Brings all weights back to the device for good; an optimizer is to be closed before."""
+    """Brings all weights back to the device for good; an optimizer is to be closed before, which would go on to
+    train what is no longer the model's."""
     manager = _streams.get(model)
     if manager is None:
         raise errors.UsageError("orlop.unwrap: this model is not wrapped")
+    if any(entry.slot is not None for entry in manager.entry_of.values()):
+        raise errors.UsageError("orlop.unwrap: the optimizer of this model is open; optimizer.close() first")
     manager.restore()
     del _streams[model]
     return model

@@ -202,26 +202,29 @@ def test_module_called_three_times_per_forward():
     assert torch.equal(run(gated), reference.blocks[0].weight.grad)
 
 
+class Part(torch.nn.Module):
+    """A block whose forward nobody calls."""
+
+    def __init__(self, width, shared):
+        super().__init__()
+        self.a, self.norm, self.b = torch.nn.Linear(width, width), torch.nn.LayerNorm(width), shared
+
+
 class Parts(torch.nn.Module):
-    """Blocks of several parts, one of which two blocks share."""
+    """Blocks of several parts, one of which they share."""
 
     def __init__(self, width=400):
         super().__init__()
         torch.manual_seed(0)
         shared = torch.nn.Linear(width, width)
         self.inp = torch.nn.Linear(8, width)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict(
-                {"a": torch.nn.Linear(width, width), "norm": torch.nn.LayerNorm(width), "b": shared}
-            )
-            for _ in range(3)
-        )
+        self.blocks = torch.nn.ModuleList(Part(width, shared) for _ in range(3))
 
     def forward(self, x):
         x = self.inp(x)
         for block in self.blocks:
-            for name in ("a", "norm", "b"):
-                x = torch.tanh(block[name](x))
+            for part in (block.a, block.norm, block.b):
+                x = torch.tanh(part(x))
         return x
 
 

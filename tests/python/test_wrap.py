@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wrap_model import STEPS, Model, assert_same, batch, plain, streamed, train, weights  # noqa: E402
+from wrap_model import DEVICE, STEPS, Model, assert_same, batch, plain, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
@@ -354,6 +354,105 @@ def test_wrapped_twice_and_unwrapped():
         orlop.unwrap(model)
     again, optimizer = streamed(model)
     train(again, optimizer, 1)
+
+
+def test_blocks_that_another_model_manages_are_refused():
+    """A part of a wrapped model, and a model around one: both would move the same weights."""
+    around = torch.nn.Sequential(Model())
+    model, optimizer = streamed(around[0])
+    with pytest.raises(
+        orlop.UsageError, match=r"0\.blocks\.0\.weight is in a block of another wrapped model"
+    ):
+        orlop.wrap(around, {"lr": 1e-2})
+    with pytest.raises(orlop.UsageError, match="block of another wrapped model"):
+        orlop.wrap(model.blocks[1], {"lr": 1e-2})
+    expected = plain(Model())
+    assert train(model, optimizer, 3) == train(*expected, 3)
+
+
+def test_an_optimizer_beside_that_of_the_wrap_is_refused():
+    """It would write to memory that is not there."""
+    model, _ = orlop.wrap(Model())
+    with pytest.raises(orlop.UsageError, match=r"orlop\.wrap makes"):
+        orlop.AdamW(model.parameters(), lr=1e-2)
+    optimizer = orlop.AdamW([*model.inp.parameters(), *model.out.parameters()], lr=1e-2)
+    for block in model.blocks:
+        block.requires_grad_(False)
+    before = weights(model)
+    train(model, optimizer, 2)
+    after = weights(model)
+    assert all(torch.equal(before[n], after[n]) == n.startswith("blocks") for n in before)
+
+
+def test_a_model_is_not_unwrapped_under_its_optimizer():
+    """The optimizer would go on to train weights that the model no longer has."""
+    model, optimizer = streamed(Model())
+    expected = plain(Model())
+    losses = train(model, optimizer, 2)
+    with pytest.raises(orlop.UsageError, match=r"optimizer\.close\(\)"):
+        orlop.unwrap(model)
+    assert losses + train(model, optimizer, 2, first=2) == train(*expected, 4)
+    optimizer.close()
+    orlop.unwrap(model)
+
+
+def test_gradients_set_to_zero_while_weights_are_away():
+    results = []
+    for model, optimizer in (streamed(Model()), plain(Model())):
+        for step in range(4):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            grads = [p.grad for p in model.parameters()]
+            assert all(g is not None and not g.any() for g in grads)
+            assert [g.shape for g in grads] == [p.shape for p in model.parameters()]
+        results.append(weights(model))
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+class Containers(torch.nn.Module):
+    """Blocks in ModuleLists and ModuleDicts of a ModuleList, and once more under another name."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        torch.manual_seed(0)
+
+        def linear():
+            return torch.nn.Linear(width, width)
+
+        self.layers = torch.nn.ModuleList()
+        for _ in range(3):
+            self.layers.append(torch.nn.ModuleList([linear(), linear()]))
+            self.layers.append(torch.nn.ModuleDict({"a": linear(), "b": linear()}))
+        self.same = torch.nn.ModuleDict({"layers": self.layers})
+        self.to(DEVICE)
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            for part in layer.values() if index % 2 else layer:
+                x = torch.tanh(part(x)) + x
+        return x
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_blocks_inside_of_containers(given):
+    """Nobody calls the forward of a ModuleList: its members are the blocks, each once."""
+    results = []
+    for wraps in (True, False):
+        model = Containers()
+        if wraps:
+            parts = [part for layer in model.layers for part in layer.children()]
+            model, optimizer = orlop.wrap(model, {"lr": 1e-2}, blocks=parts * 2 if given else None)
+            sizes = [block.bytes for block in stream_of(model).blocks]
+            assert sizes == [4 * (24 * 24 + 24)] * 12
+        else:
+            optimizer = plain(model)[1]
+        for step in range(4):
+            model(torch.full((2, 24), 0.1 * (step + 1), device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 
 
 def test_two_wrapped_models_in_turn():
