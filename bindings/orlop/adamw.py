@@ -211,8 +211,8 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     def _name(self, p, group=None, position=None):
         if p not in self._names and group is not None:
             given = self.param_groups[group].get("param_names")
-            shape = list(p.shape)
-            self._names[p] = given[position] if given else f"parameter {position} of group {group} {shape}"
+            shape = "" if torch_support.is_uninitialized(p) else f" {list(p.shape)}"
+            self._names[p] = given[position] if given else f"parameter {position} of group {group}{shape}"
         return self._names[p]
 
     # --- step -----------------------------------------------------------------------------------

@@ -74,9 +74,18 @@ def in_layout_of(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
+def is_uninitialized(parameter: torch.Tensor) -> bool:
+    """Of a lazy module, which has not seen an input."""
+    return isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin)
+
+
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Refuses, by name, what no update could be right for."""
     kind = type(parameter).__name__
+    if is_uninitialized(parameter):
+        raise errors.UsageError(
+            f"{name} is of a lazy module and has no shape yet; run one forward of the model first"
+        )
     if hasattr(parameter, "placements") or kind in ("DTensor", "FlatParameter"):
         raise errors.UsageError(
             f"{name} is sharded by another wrapper ({kind}, FSDP or DTensor); Orlop and that wrapper "

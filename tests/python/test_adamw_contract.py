@@ -257,6 +257,21 @@ def test_parameters_are_refused_by_name(parameter, error, text):
         orlop.AdamW([named[1][1]], module=holder)
 
 
+def test_lazy_modules_are_refused_until_they_have_shapes():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    for make in (
+        lambda: orlop.AdamW(model.parameters()),
+        lambda: orlop.AdamW(model.parameters(), module=model),
+        lambda: orlop.wrap(model, {"lr": 1e-3}),
+    ):
+        with pytest.raises(
+            orlop.UsageError, match=r"(parameter 0 of group 0|0\.weight) is of a lazy module.*forward"
+        ):
+            make()
+    model(torch.ones(1, 4))
+    orlop.AdamW(model.parameters(), module=model)
+
+
 def test_sparse_gradient_is_refused():
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     optimizer = orlop.AdamW(embedding.parameters())
