@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,15 @@ from . import _orlop
 from .config import RunConfig
 from .data.prepare import PreparedData, prepare
 from .engine_config import batch_config, engine_config, total_steps
-from .errors import DoesNotFitError, InvalidDataError, IoError, UsageError
+from .errors import DoesNotFitError, Error, InvalidDataError, IoError, UsageError
 from .metrics import MetricsLog, NoMetrics, StepRecorder, first_eval_loss
 from .progress import NoProgress, Progress, format_bytes
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
+
+# What the engine throws, on all ranks alike, before it touches a state; after any other error states may be half
+# updated.
+_BEFORE_ANY_UPDATE = (DoesNotFitError, InvalidDataError)
 
 # Of a checkpoint's user state: what a resumed run must share for its data to go on where it stopped.
 _DATA_KEYS = ("data_key", "seq_len", "seed")
@@ -112,12 +116,20 @@ def micro_batches(config: RunConfig, data: PreparedData) -> list[_orlop.MicroBat
     return batches
 
 
-def evaluate(engine: _orlop.Engine, batches: list[_orlop.MicroBatch], group: int) -> float:
-    """Mean loss over all labelled tokens, `group` micro-batches of every rank at a time."""
+def evaluate(
+    engine: _orlop.Engine,
+    batches: list[_orlop.MicroBatch],
+    group: int,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss over all labelled tokens, `group` micro-batches of every rank at a time; None when it was stopped
+    between two groups."""
     total = 0.0
     tokens = 0
     ranks = engine.world_size
     for start in range(0, len(batches), group * ranks):
+        if is_stopped():
+            return None
         part = batches[start : start + group * ranks]
         if not any((batch.labels != _orlop.IGNORED_LABEL).any() for batch in part):
             continue
@@ -146,8 +158,6 @@ class FinetuneRun:
         found = find_checkpoint(config.resume, run_dir) if self._is_first else ""
         self._checkpoint = ranks.from_first(found)
         self._saved_step = 0
-        if self._is_first:
-            (run_dir / "config.json").write_text(json.dumps(config.as_dict(), indent=2) + "\n")
 
     def _prepare(self) -> None:
         config, run_dir, ranks = self._config, self._run_dir, self._ranks
@@ -166,6 +176,13 @@ class FinetuneRun:
         )
         self._eval_batches = micro_batches(config, eval_data) if eval_data else []
         self._total_steps = total_steps(config, self._loader.rows_per_epoch(), ranks.world_size)
+
+    def _write_config(self) -> None:
+        """What `orlop export` reads. A run that was refused has left the one of the checkpoints in place."""
+        path = self._run_dir / "config.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._config.as_dict(), indent=2) + "\n")
+        os.replace(temporary, path)
 
     def _print(self, text: str) -> None:
         if self._is_first:
@@ -186,6 +203,8 @@ class FinetuneRun:
             if self._config.trace:
                 engine.start_trace()
             tokens = self._restore(engine) if self._checkpoint else 0
+            if self._is_first:
+                self._write_config()
             log = MetricsLog(self._run_dir, engine.steps_done) if self._is_first else NoMetrics()
             progress = NoProgress()
             if self._is_first:
@@ -236,11 +255,18 @@ class FinetuneRun:
         return tokens
 
     def _evaluate(
-        self, engine: _orlop.Engine, log: MetricsLog | NoMetrics, progress: Progress | NoProgress
+        self,
+        engine: _orlop.Engine,
+        stop: StopRequest,
+        log: MetricsLog | NoMetrics,
+        progress: Progress | NoProgress,
     ) -> float | None:
+        """None without held-out files, and when a signal has ended it."""
         if not self._eval_batches:
             return None
-        loss = evaluate(engine, self._eval_batches, self._config.accum)
+        loss = evaluate(engine, self._eval_batches, self._config.accum, lambda: self._is_stopped(stop))
+        if loss is None:
+            return None
         log.write({"step": engine.steps_done, "eval_loss": loss})
         progress.note(f"held-out loss at step {engine.steps_done}: {loss:.4f}")
         return loss
@@ -258,14 +284,21 @@ class FinetuneRun:
         self._saved_step = engine.steps_done
         progress.note(f"saving {path} beside the next steps" if background else f"saved {path}")
 
-    def _step(self, engine: _orlop.Engine, progress: Progress, tokens: int) -> Any:
-        """One step; what a limit stops before it begins is saved where it stands."""
+    @contextmanager
+    def _saving_what_is_whole(
+        self, engine: _orlop.Engine, progress: Progress | NoProgress, recorder: StepRecorder
+    ) -> Iterator[None]:
+        """For one step or evaluation: an error that comes before it has touched a state is raised with the state of the
+        steps before it saved."""
         position = self._loader.position()
         try:
-            return engine.step([self._loader.next() for _ in range(self._config.accum)])
-        except DoesNotFitError:
+            yield
+        except _BEFORE_ANY_UPDATE:
             self._loader.seek(position)
-            self._save(engine, progress, tokens)
+            try:
+                self._save(engine, progress, recorder.tokens)
+            except Error as error:  # the first error is the one to tell
+                progress.note(f"step {engine.steps_done} could not be saved: {error}")
             raise
 
     def _train(
@@ -277,14 +310,21 @@ class FinetuneRun:
         recorder: StepRecorder,
     ) -> RunResult:
         config = self._config
-        if engine.steps_done == 0:
-            loss_before = self._evaluate(engine, log, progress)
-        else:
-            loss_before = first_eval_loss(self._run_dir)
+        evaluated_step = None  # the last one with a held-out loss of this process
+
+        def held_out_loss() -> float | None:
+            nonlocal evaluated_step
+            with self._saving_what_is_whole(engine, progress, recorder):
+                loss = self._evaluate(engine, stop, log, progress)
+            evaluated_step = engine.steps_done
+            return loss
+
+        loss_before = held_out_loss() if engine.steps_done == 0 else first_eval_loss(self._run_dir)
         loss_after = loss_before
         stopped = self._is_stopped(stop)
         while engine.steps_done < self._total_steps and not stopped:
-            result = self._step(engine, progress, recorder.tokens)
+            with self._saving_what_is_whole(engine, progress, recorder):
+                result = engine.step([self._loader.next() for _ in range(config.accum)])
             record = recorder.record(result)
             log.write(record)
             progress.step(record)
@@ -294,16 +334,18 @@ class FinetuneRun:
             if config.save_every and result.step % config.save_every == 0:
                 self._save(engine, progress, recorder.tokens, background=config.async_save)
             if config.eval_every and result.step % config.eval_every == 0:
-                loss_after = self._evaluate(engine, log, progress)
+                loss_after = held_out_loss()
+                stopped = self._is_stopped(stop)
+        if not stopped:
+            if config.save_every:
+                self._save(engine, progress, recorder.tokens)
+            if evaluated_step != engine.steps_done:
+                loss_after = held_out_loss()
+                stopped = self._is_stopped(stop)
         if stopped:
             self._save(engine, progress, recorder.tokens)
-            name = stop.signal.name if stop.signal is not None else "signal to another rank"
-            progress.note(f"{name}: stopped after step {engine.steps_done} with its state saved")
+            self._report_stop(engine, stop, progress)
             return RunResult(INTERRUPTED, engine.steps_done, loss_before, None, None)
-        if config.save_every:
-            self._save(engine, progress, recorder.tokens)
-        if not (config.eval_every and self._total_steps % config.eval_every == 0 and loss_after is not None):
-            loss_after = self._evaluate(engine, log, progress)
         export_dir = self._run_dir / "hf" if config.export else None
         if export_dir is not None:
             engine.export_hf(str(export_dir), config.max_shard_size)
@@ -311,8 +353,15 @@ class FinetuneRun:
         self._report_traffic(engine, progress)
         return RunResult(0, engine.steps_done, loss_before, loss_after, export_dir)
 
+    def _report_stop(self, engine: _orlop.Engine, stop: StopRequest, progress: Progress | NoProgress) -> None:
+        name = stop.signal.name if stop.signal is not None else "signal to another rank"
+        if engine.steps_done == 0:
+            progress.note(f"{name}: stopped before step 1 was done; there was no state to save")
+        else:
+            progress.note(f"{name}: stopped after step {engine.steps_done} with its state saved")
+
     def _is_stopped(self, stop: StopRequest) -> bool:
-        """All ranks stop after the same step."""
+        """All ranks stop after the same step, or the same part of an evaluation."""
         return self._ranks.any(stop.signal is not None)
 
     def _report_traffic(self, engine: _orlop.Engine, progress: Progress | NoProgress) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cli_run import finetune, run
+
+import orlop
+import orlop._orlop as native
+from conftest import VOCAB
+from orlop.errors import InvalidDataError, IoError
 
 
 def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(
@@ -104,8 +110,6 @@ def test_eval_of_a_checkpoint_needs_its_weights_alone(
 ):
     """2 bytes per parameter, whichever Adam has trained them, as `orlop plan --evaluate` says; with drives to swap to it
     is an engine that could train."""
-    import orlop._orlop as native
-
     model, out_dir = model_dir("llama"), tmp_path / "run"
     trained = ["--eval-data", text_file, "--save-every", 2, "--optim", "adam"]
     assert finetune(capsys, model, text_file, out_dir, *trained)[0] == 0
@@ -357,3 +361,92 @@ def test_import_prints_nothing_and_loads_neither_torch_nor_cuda():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_a_row_with_nothing_to_learn_ends_the_run_with_the_steps_before_it_saved(capsys, model_dir, tmp_path):
+    writer = orlop.TokenWriter(str(tmp_path / "data.tok"), VOCAB, loss_mask=True)
+    for row in range(16):
+        writer.append(list(range(row, row + 16)), [row != 11] * 16)
+    writer.finish()
+    out_dir = tmp_path / "run"
+    code, out, err = finetune(
+        capsys, model_dir("llama"), tmp_path / "data.tok", out_dir, "--steps", 16, "--seed", 1
+    )
+    assert (code, "no token of the 1 micro-batches has a label" in err) == (4, True), err
+    done = max(losses(out_dir))
+    assert 1 <= done < 16
+    assert f"saved {out_dir / f'step-{done}'}" in out
+    assert run(capsys, "export", "--in", out_dir, "--out", tmp_path / "hf")[0] == 0
+
+
+def losses(run_dir):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+FAILURES = {
+    "input of a step": ("step", 3, InvalidDataError),
+    "input of an evaluation": ("evaluate", 2, InvalidDataError),
+    "a drive": ("step", 3, IoError),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_error_before_a_step_has_begun_is_raised_with_the_state_saved(
+    capsys, model_dir, text_file, tmp_path, monkeypatch, name
+):
+    method, after_step, error = FAILURES[name]
+    saved = after_step if error is InvalidDataError else None
+    model = model_dir("llama")
+    extra = ("--steps", 6, "--eval-every", 2, "--eval-data", text_file)
+    assert finetune(capsys, model, text_file, tmp_path / "straight", *extra)[0] == 0
+    original = getattr(native.Engine, method)
+
+    def fail_there(engine, *args):
+        if engine.steps_done == after_step:
+            raise error("broken")
+        return original(engine, *args)
+
+    monkeypatch.setattr(native.Engine, method, fail_there)
+    out_dir = tmp_path / "run"
+    code, _, err = finetune(capsys, model, text_file, out_dir, *extra)
+    assert (code, err) == (error.exit_code, "orlop: error: broken\n")
+    assert [path.name for path in out_dir.glob("step-*")] == ([f"step-{saved}"] if saved else [])
+    if saved:
+        monkeypatch.undo()
+        code, out, err = finetune(capsys, model, text_file, out_dir, *extra)
+        assert (code, err, f"(step {saved})" in out) == (0, "", True)
+        assert losses(out_dir) == losses(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("after_step", [0, 2, 4])
+def test_a_signal_ends_a_held_out_evaluation_between_its_parts(
+    capsys, model_dir, text_file, tmp_path, monkeypatch, after_step
+):
+    model, out_dir = model_dir("llama"), tmp_path / "run"
+    extra = ("--steps", 4, "--eval-every", 2, "--eval-data", text_file)
+    original, parts = native.Engine.evaluate, []
+
+    def interrupt(engine, *args):
+        parts.append(engine.steps_done)
+        if engine.steps_done == after_step:
+            signal.raise_signal(signal.SIGINT)
+        return original(engine, *args)
+
+    monkeypatch.setattr(native.Engine, "evaluate", interrupt)
+    code, out, err = finetune(capsys, model, text_file, out_dir, *extra)
+    assert (code, err) == (130, "")
+    assert parts.count(after_step) == 1
+    assert f"held-out loss at step {after_step}:" not in out
+    folders = [path.name for path in out_dir.glob("step-*")]
+    if after_step == 0:
+        assert "SIGINT: stopped before step 1 was done; there was no state to save" in out
+        assert folders == []
+    else:
+        assert f"SIGINT: stopped after step {after_step} with its state saved" in out
+        assert folders == [f"step-{after_step}"]
+    monkeypatch.undo()
+    code, out, err = finetune(capsys, model, text_file, out_dir, *extra)
+    assert (code, err) == (0, "")
+    assert "held-out loss at step 4:" in out
+    assert sorted(losses(out_dir)) == [1, 2, 3, 4]

@@ -223,3 +223,26 @@ def test_inspect_refuses_damaged_files(capsys, own_model, damage):
     code, _, err = run(capsys, "inspect", own_model / "model.safetensors")
     assert code == 4
     assert "model.safetensors" in err
+
+
+REFUSED_RUNS = {
+    "optimizer": (("--optim", "adam"), 2),
+    "budget": (("--device-mem", "10KB"), 3),
+    "model": (("--model", "gpt2"), 4),
+    "data": (("--seed", 3, "--lr", 0.5), 2),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_RUNS)
+def test_a_refused_run_leaves_the_run_folder_to_export(capsys, model_dir, text_file, tmp_path, name):
+    extra, expected = REFUSED_RUNS[name]
+    extra = [model_dir(word) if word == "gpt2" else word for word in extra]
+    run_dir = tmp_path / "run"
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, "--save-every", 2)[0] == 0
+    before = (run_dir / "config.json").read_bytes()
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, "--steps", 3, *extra)[0] == expected
+    assert (run_dir / "config.json").read_bytes() == before
+    code, _, err = run(capsys, "export", "--in", run_dir, "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", run_dir / "hf")]
+    assert weights[0] == weights[1]
