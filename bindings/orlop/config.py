@@ -11,12 +11,14 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidDataError, UsageError
+from .errors import UsageError
+from .text_files import decode
 
 _BYTE_UNITS = {
     "": 1,
@@ -36,6 +38,11 @@ _BYTE_UNITS = {
     "t": 2**40,
 }
 
+# The most that the native library takes.
+MAX_COUNT = 2**31 - 1
+_MAX_BYTES = 2**63 - 1
+_MAX_SEED = 2**64 - 1
+
 
 def parse_bytes(text: Any) -> int:
     """'193MB', '22GiB', '4g' or a number of bytes."""
@@ -43,7 +50,10 @@ def parse_bytes(text: Any) -> int:
     unit = match.group(2).lower() if match else ""
     if not match or unit not in _BYTE_UNITS:
         raise ValueError(f"{text!r} is not a number of bytes such as 193MB or 22GiB")
-    return int(float(match.group(1)) * _BYTE_UNITS[unit])
+    count = Decimal(match.group(1)) * _BYTE_UNITS[unit]
+    if count > _MAX_BYTES:
+        raise ValueError(f"{text!r} is above {_MAX_BYTES} bytes")
+    return int(count)
 
 
 def parse_bool(text: Any) -> bool:
@@ -55,12 +65,18 @@ def parse_bool(text: Any) -> bool:
     raise ValueError(f"{text!r} is neither true nor false")
 
 
-def parse_int(text: Any) -> int:
-    if isinstance(text, bool):
+def parse_int(text: Any, low: int = 0, high: int = MAX_COUNT) -> int:
+    """Every digit counts; 1e3 is 1000 (YAML 1.1 reads it as a string)."""
+    try:
+        number = Decimal("nan") if isinstance(text, bool) else Decimal(str(text))
+    except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite() or number != number.to_integral_value():
         raise ValueError(f"{text!r} is not a whole number")
-    number = float(text)  # YAML 1.1 reads 1e3 as a string
-    if not number.is_integer():
-        raise ValueError(f"{text!r} is not a whole number")
+    if number < low:
+        raise ValueError(f"{text!r} is below {low}")
+    if number > high:
+        raise ValueError(f"{text!r} is above {high}")
     return int(number)
 
 
@@ -73,14 +89,19 @@ def parse_float(text: Any) -> float:
     return number
 
 
-def _at_least(parse: Callable[[Any], Any], low: float) -> Callable[[Any], Any]:
-    def bounded(text: Any) -> Any:
-        value = parse(text)
-        if value < low:
-            raise ValueError(f"{text!r} is below {low:g}")
-        return value
+def _positive(text: Any) -> int:
+    return parse_int(text, low=1)
 
-    return bounded
+
+def _seed(text: Any) -> int:
+    return parse_int(text, high=_MAX_SEED)
+
+
+def _not_negative(text: Any) -> float:
+    value = parse_float(text)
+    if value < 0:
+        raise ValueError(f"{text!r} is below 0")
+    return value
 
 
 def _above_zero(text: Any) -> float:
@@ -107,13 +128,16 @@ def _one_of(*names: str) -> Callable[[Any], str]:
     return choice
 
 
+def _text(value: Any) -> str:
+    """Not empty: as a path that would be the current folder."""
+    text = str(value)
+    if not text.strip():
+        raise ValueError(f"{text!r} is empty; give a value or leave the option out")
+    return text
+
+
 def _paths(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]
-
-
-_COUNT = _at_least(parse_int, 0)
-_POSITIVE = _at_least(parse_int, 1)
-_NOT_NEGATIVE = _at_least(parse_float, 0.0)
+    return [_text(item) for item in value] if isinstance(value, (list, tuple)) else [_text(value)]
 
 
 @dataclass(frozen=True)
@@ -131,7 +155,7 @@ class Option:
 
 _OPTIONS = (
     # Model and data.
-    Option("model", str, None, "Hugging Face folder to start from", ("model_name_or_path",)),
+    Option("model", _text, None, "Hugging Face folder to start from", ("model_name_or_path",)),
     Option(
         "data",
         _paths,
@@ -141,39 +165,39 @@ _OPTIONS = (
         is_list=True,
     ),
     Option("eval_data", _paths, None, "held-out files", ("validation_file", "eval_dataset"), is_list=True),
-    Option("output", str, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
-    Option("seq_len", _POSITIVE, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
+    Option("output", _text, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
+    Option("seq_len", _positive, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
     Option(
         "train_on",
         _one_of("assistant", "all"),
         "assistant",
         "tokens of {messages} that carry loss: assistant or all",
     ),
-    Option("chat_template", str, None, "Jinja file instead of the model's own template"),
+    Option("chat_template", _text, None, "Jinja file instead of the model's own template"),
     # Batch and length.
     Option(
         "micro_batch",
-        _POSITIVE,
+        _positive,
         1,
         "rows per micro-batch",
         ("per_device_train_batch_size", "micro_batch_size"),
     ),
-    Option("accum", _POSITIVE, 1, "micro-batches per step", ("gradient_accumulation_steps",)),
-    Option("steps", _POSITIVE, None, "optimizer steps; wins over epochs", ("max_steps",)),
+    Option("accum", _positive, 1, "micro-batches per step", ("gradient_accumulation_steps",)),
+    Option("steps", _positive, None, "optimizer steps; wins over epochs", ("max_steps",)),
     Option(
         "epochs", _above_zero, None, "passes over the data (1 when neither is given)", ("num_train_epochs",)
     ),
     # Optimizer.
-    Option("lr", _NOT_NEGATIVE, 2e-5, "peak learning rate", ("learning_rate",)),
+    Option("lr", _not_negative, 2e-5, "peak learning rate", ("learning_rate",)),
     Option("beta1", _ratio, 0.9, "decay of the first moment", ("adam_beta1",)),
     Option("beta2", _ratio, 0.999, "decay of the second moment", ("adam_beta2",)),
     Option("eps", _above_zero, 1e-8, "added to the root of the second moment", ("adam_epsilon",)),
-    Option("weight_decay", _NOT_NEGATIVE, 0.0, "not applied to norms and biases", ("wd",)),
+    Option("weight_decay", _not_negative, 0.0, "not applied to norms and biases", ("wd",)),
     Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
     Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
     Option(
         "clip",
-        _NOT_NEGATIVE,
+        _not_negative,
         1.0,
         "global gradient norm; 0: off, which saves 2 B/param of host memory and, except in fp16, starts "
         "updates inside backward (a gradient that is not finite then leaves only its own block as it was)",
@@ -186,7 +210,7 @@ _OPTIONS = (
         "course of the rate",
         ("lr_scheduler_type",),
     ),
-    Option("warmup_steps", _COUNT, None, "steps of linear warm-up; wins over warmup_ratio"),
+    Option("warmup_steps", parse_int, None, "steps of linear warm-up; wins over warmup_ratio"),
     Option("warmup_ratio", _ratio, 0.0, "warm-up as a share of all steps"),
     Option("min_lr_ratio", _ratio, 0.0, "final rate over peak rate"),
     Option("decay_ratio", _ratio, 0.1, "share of the steps in which wsd decays"),
@@ -201,7 +225,7 @@ _OPTIONS = (
     ),
     Option("bf16", parse_bool, None, "same as --precision bf16", is_flag=True),
     Option("fp16", parse_bool, None, "same as --precision fp16", is_flag=True),
-    Option("device", str, "auto", "auto, host, cuda or cuda:N"),
+    Option("device", _text, "auto", "auto, host, cuda or cuda:N"),
     Option("device_mem", parse_bytes, None, "hard budget of device bytes, e.g. 193MB", ("gpu_mem",)),
     Option("host_mem", parse_bytes, None, "hard budget of host bytes, e.g. 20GiB"),
     Option(
@@ -214,18 +238,18 @@ _OPTIONS = (
     Option("nvme_mem", parse_bytes, None, "hard budget of bytes on the drives"),
     Option("nvme_writes_per_day", parse_bytes, None, "bytes that a machine may write to its drives per day"),
     Option("nvme_block", parse_bytes, 2**20, "bytes of one request to a drive"),
-    Option("nvme_queue_depth", _POSITIVE, 32, "requests in flight"),
+    Option("nvme_queue_depth", _positive, 32, "requests in flight"),
     Option("nvme_direct", parse_bool, True, "past the page cache where possible", is_flag=True),
     Option("nvme_engine", _one_of("auto", "io_uring", "threads"), "auto", "how drives are reached"),
     Option("nvme_verify", _one_of("off", "sample", "full"), "sample", "checksums of what is read"),
-    Option("threads", _COUNT, 0, "host threads; 0: every usable core"),
-    Option("prefetch", _COUNT, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
-    Option("resident_blocks", _COUNT, None, "blocks whose weights stay on the device", ("resident",)),
-    Option("device_optimizer_blocks", _COUNT, None, "blocks whose optimizer states live on the device"),
+    Option("threads", parse_int, 0, "host threads; 0: every usable core"),
+    Option("prefetch", parse_int, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
+    Option("resident_blocks", parse_int, None, "blocks whose weights stay on the device", ("resident",)),
+    Option("device_optimizer_blocks", parse_int, None, "blocks whose optimizer states live on the device"),
     Option("activations", _one_of("device", "host", "nvme"), None, "where block inputs wait for backward"),
-    Option("wave", _POSITIVE, None, "micro-batches per wave"),
-    Option("nvme_optimizer_blocks", _COUNT, None, "last blocks whose optimizer states are on the drives"),
-    Option("nvme_param_blocks", _COUNT, None, "last blocks whose weights are there, too"),
+    Option("wave", _positive, None, "micro-batches per wave"),
+    Option("nvme_optimizer_blocks", parse_int, None, "last blocks whose optimizer states are on the drives"),
+    Option("nvme_param_blocks", parse_int, None, "last blocks whose weights are there, too"),
     Option(
         "nvme_optimizer_share",
         _ratio,
@@ -234,17 +258,19 @@ _OPTIONS = (
     ),
     Option("nvme_param_share", _ratio, None, "likewise of their weights"),
     Option("reference_ops", parse_bool, False, "plain loops instead of oneDNN (host)", is_flag=True),
-    Option("max_skipped_steps", _POSITIVE, 10, "non-finite steps in a row that end the run"),
-    Option("seed", _COUNT, 0, "order of the data and stochastic rounding"),
+    Option("max_skipped_steps", _positive, 10, "non-finite steps in a row that end the run"),
+    Option("seed", _seed, 0, "order of the data and stochastic rounding"),
     # Run.
     Option(
         "resume",
-        str,
+        _text,
         "auto",
         "auto (the complete checkpoint that was written last), must, never, or a step-N folder",
         ("resume_from_checkpoint",),
     ),
-    Option("save_every", _COUNT, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)),
+    Option(
+        "save_every", parse_int, 500, "steps between checkpoints; 0: only when interrupted", ("save_steps",)
+    ),
     Option(
         "async_save",
         parse_bool,
@@ -253,9 +279,11 @@ _OPTIONS = (
         ("async",),
         is_flag=True,
     ),
-    Option("keep", _POSITIVE, 3, "newest checkpoints to keep", ("save_total_limit",)),
-    Option("eval_every", _COUNT, 0, "steps between evaluations; 0: before and after only", ("eval_steps",)),
-    Option("log_every", _POSITIVE, 1, "steps between progress lines", ("logging_steps",)),
+    Option("keep", _positive, 3, "newest checkpoints to keep", ("save_total_limit",)),
+    Option(
+        "eval_every", parse_int, 0, "steps between evaluations; 0: before and after only", ("eval_steps",)
+    ),
+    Option("log_every", _positive, 1, "steps between progress lines", ("logging_steps",)),
     Option("export", parse_bool, True, "write OUTPUT/hf at the end", is_flag=True),
     Option("max_shard_size", parse_bytes, 5 * 2**30, "bytes per exported file"),
     Option("trace", parse_bool, False, "write OUTPUT/trace.json", is_flag=True),
@@ -270,14 +298,15 @@ def normalize_key(key: str) -> str:
     return key.strip().lstrip("-").replace("-", "_").lower()
 
 
-def canonical_name(key: str) -> str:
-    """The option that a spelling names."""
+def canonical_name(key: str, source: str = "") -> str:
+    """The option that a spelling names; `source` is where it stands."""
     name = normalize_key(key)
     if name in _CANONICAL:
         return _CANONICAL[name]
     near = difflib.get_close_matches(name, _CANONICAL, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"unknown option {key!r}{hint}")
+    place = f"{source}: " if source else ""
+    raise UsageError(f"{place}unknown option {key!r}{hint}")
 
 
 def parse_value(option: Option, value: Any, source: str) -> Any:
@@ -306,7 +335,7 @@ class RunConfig:
         """Takes over values under any spelling; None means: not given."""
         seen: dict[str, str] = {}
         for key, value in values.items():
-            name = canonical_name(key)
+            name = canonical_name(key, source)
             if name in seen:
                 raise UsageError(f"{source}: {seen[name]!r} and {key!r} are the same option")
             seen[name] = key
@@ -350,38 +379,68 @@ _SECTION_KEYS = {
 }
 
 
-def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Lifts one level of sections ({optimizer: {lr: 1}}), so that long files can be grouped."""
-    flat: dict[str, Any] = {}
+def _lifted(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, value) with one level of sections ({optimizer: {lr: 1}}) lifted, so that long files can be grouped."""
     for key, value in values.items():
-        inner = value if isinstance(value, Mapping) else {key: value}
-        names = _SECTION_KEYS.get(key, {}) if isinstance(value, Mapping) else {}
-        for inner_key, inner_value in ((names.get(name, name), part) for name, part in inner.items()):
-            if inner_key in flat:
-                raise UsageError(f"{source}: {inner_key!r} is given twice")
-            flat[str(inner_key)] = inner_value
-    return flat
+        if not isinstance(value, Mapping):
+            yield str(key), value
+            continue
+        names = _SECTION_KEYS.get(key, {})
+        for inner_key, inner_value in value.items():
+            yield str(names.get(inner_key, inner_key)), inner_value
+
+
+def names_options_only(values: Mapping[str, Any]) -> bool:
+    """Whether all keys of a file are options of a run, under any spelling."""
+    return all(normalize_key(key) in _CANONICAL for key, _ in _lifted(values))
+
+
+def flatten(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    return _each_once(_lifted(values), source)
+
+
+def _each_once(pairs: Iterable[tuple[Any, Any]], source: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UsageError(f"{source}: {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _read_yaml(text: str, source: str) -> Any:
+    import yaml  # only a YAML file needs it
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node = super().compose_mapping_node(anchor)
+            _each_once(((key.value, None) for key, _ in node.value if isinstance(key.value, str)), source)
+            return node
+
+    return yaml.load(text, Loader)
+
+
+def read_config_text(path: Path) -> str:
+    try:
+        return decode(path.read_bytes(), path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """A YAML or JSON mapping of options, one level of sections allowed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidDataError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    """A YAML or JSON mapping of options, one level of sections allowed, no key twice."""
+    text, source = read_config_text(path), str(path)
     try:
         if path.suffix == ".json":
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=lambda pairs: _each_once(pairs, source))
         else:
-            import yaml  # only a YAML file needs it
-
-            values = yaml.safe_load(text)
+            values = _read_yaml(text, source)
+    except UsageError:
+        raise
     except Exception as error:  # both parsers have exception trees of their own
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):
         raise UsageError(f"{path}: expected a mapping of options, got {type(values).__name__}")
-    return flatten(values, str(path))
+    return flatten(values, source)

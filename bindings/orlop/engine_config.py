@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from . import _orlop
-from .config import RunConfig
+from .config import MAX_COUNT, RunConfig
+from .errors import UsageError
 
 _PRECISIONS = {
     "fp32": _orlop.Precision.F32,
@@ -33,7 +34,12 @@ def total_steps(config: RunConfig, rows_per_epoch: int, world_size: int = 1) -> 
     if config.steps is not None:
         return config.steps
     epochs = config.epochs if config.epochs is not None else 1.0
-    return max(1, math.ceil(epochs * rows_per_epoch / (config.micro_batch * config.accum * world_size)))
+    steps = epochs * rows_per_epoch / (config.micro_batch * config.accum * world_size)
+    if steps > MAX_COUNT:
+        raise UsageError(
+            f"--epochs {epochs:g}: {steps:.3g} steps of this data; at most {MAX_COUNT} can be made"
+        )
+    return max(1, math.ceil(steps))
 
 
 def engine_config(config: RunConfig, steps: int) -> _orlop.EngineConfig:

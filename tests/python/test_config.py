@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from cli_run import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def test_bytes_without_sense_are_refused(text):
         parse_bytes(text)
 
 
-@given(st.integers(min_value=0, max_value=2**50), st.sampled_from(["", "b", "B"]))
+@given(st.integers(min_value=0, max_value=2**63 - 1), st.sampled_from(["", "b", "B"]))
 def test_plain_bytes_come_back_exactly(count, unit):
     assert parse_bytes(f"{count}{unit}") == count
 
@@ -84,12 +85,38 @@ def test_an_unknown_option_names_the_nearest(wrong, right):
         ("bf16", "perhaps", "neither true nor false"),
         ("warmup_ratio", 1.2, "within 0..1"),
         ("device_mem", "lots", "number of bytes"),
+        ("device_mem", "99999999TB", "above 9223372036854775807 bytes"),
+        ("steps", "1e30", "above 2147483647"),
+        ("steps", "1e999999999", "above 2147483647"),
+        ("steps", "many", "whole number"),
+        ("seed", 99999999999999999999999, "above 18446744073709551615"),
+        ("seed", "inf", "whole number"),
+        ("warmup_steps", -1, "below 0"),
+        ("output", "", "is empty"),
+        ("data", ["a.txt", ""], "is empty"),
     ],
 )
 def test_a_wrong_value_names_option_and_value(key, value, part):
     with pytest.raises(UsageError, match=part) as caught:
         RunConfig({key: value})
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [2**53 + 1, str(2**64 - 1), f"{2**53 + 1}.0"])
+def test_a_large_seed_keeps_every_digit(text):
+    assert RunConfig({"seed": text}).seed == int(str(text).split(".", 1)[0])
+
+
+@pytest.mark.parametrize("text", ["1e3", 1000, 1000.0, "1000"])
+def test_a_whole_number_may_be_written_in_any_way(text):
+    assert RunConfig({"steps": text}).steps == 1000
+
+
+def test_more_steps_than_can_be_counted_are_refused():
+    from orlop.engine_config import total_steps
+
+    with pytest.raises(UsageError, match=r"--epochs 1e\+300.*at most 2147483647"):
+        total_steps(RunConfig({"epochs": 1e300}), 10)
 
 
 def test_one_option_under_two_spellings_is_refused():
@@ -133,6 +160,9 @@ def test_yaml_with_sections(tmp_path):
         ("a.yaml", "- lr", "mapping"),
         ("a.json", "{", "a.json"),
         ("a.yaml", "lr: 1\nx: {lr: 2}", "twice"),
+        ("a.yaml", "lr: 1\nseed: 2\nlr: 3", "'lr' is given twice"),
+        ("a.json", '{"lr": 1, "seed": 2, "lr": 3}', "'lr' is given twice"),
+        ("a.json", '{"optimizer": {"lr": 1, "lr": 3}}', "'lr' is given twice"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, text, part):
@@ -140,3 +170,58 @@ def test_a_broken_file_is_named(tmp_path, name, text, part):
     path.write_text(text)
     with pytest.raises(UsageError, match=part):
         read_config_file(path)
+
+
+def test_yaml_may_override_what_it_merges(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer: &short {lr: 1}\nx: {<<: *short, lr: 2}\n")
+    with pytest.raises(UsageError, match="'lr' is given twice"):
+        read_config_file(path)
+    path.write_text("<<: {lr: 1, seed: 3}\nlr: 2\n")
+    assert read_config_file(path) == {"lr": 2, "seed": 3}
+
+
+def explain(capsys, path):
+    code, out, err = run(capsys, "config", "explain", path)
+    assert code == 0, err
+    return out
+
+
+OWN = '{"lr": 1e-4, "gradient_accumulation_steps": 2, "optimizer": {"beta1": 0.8}, "bf16": true}'
+DEEPSPEED = '{"train_batch_size": 8, # rows\n fp16: {enabled: false}, bf16: {enabled: true}}'
+
+
+@pytest.mark.parametrize("name", ["own.json", "own.yaml", "own", "own.hjson"])
+def test_explain_takes_what_finetune_takes_as_orlops_own(capsys, tmp_path, name):
+    path = tmp_path / name
+    path.write_text(OWN)
+    lines = {line.split()[0]: line.split()[1:] for line in explain(capsys, path).splitlines()}
+    given = {name: words[0] for name, words in lines.items() if words[-1] == f"({path})"}
+    assert given == {"lr": "0.0001", "accum": "2", "beta1": "0.8"}
+    assert lines["precision"][0] == "'bf16'"
+
+
+@pytest.mark.parametrize("name", ["ds.json", "ds.hjson", "ds"])
+def test_explain_knows_a_deepspeed_file_by_its_keys(capsys, tmp_path, name):
+    path = tmp_path / name
+    path.write_text(DEEPSPEED)
+    out = explain(capsys, path)
+    assert "DeepSpeed configuration" in out and "A  bf16.enabled" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "part"),
+    [
+        ("a.json", b'{"lr": 1, "lr": 2}', 2, "'lr' is given twice"),
+        ("a.json", b'{"learning_rte": 1}', 2, "did you mean 'learning_rate'"),
+        ("a.json", b'{"lr": "\xff"}', 4, "not UTF-8 text at byte 8"),
+        ("a.yaml", b"lr: \xff", 4, "not UTF-8 text at byte 4"),
+        ("a.hjson", b"\xff", 4, "not UTF-8 text at byte 0"),
+    ],
+)
+def test_explain_names_the_fault_of_a_file(capsys, tmp_path, name, content, code, part):
+    path = tmp_path / name
+    path.write_bytes(content)
+    found, out, err = run(capsys, "config", "explain", path)
+    assert (found, out) == (code, "")
+    assert err.startswith(f"orlop: error: {path}") and part in err and len(err.splitlines()) == 1
