@@ -25,6 +25,11 @@ from conftest import VOCAB, write_tokenizer
         (["finetune", "--model", "m"], "--data is missing"),
         (["finetune", "--model", "m", "--data", "d"], "--output is missing"),
         (["finetune", "--lr", "fast"], "lr"),
+        (["finetune", "--model", "m", "--data", "d", "--output", ""], "output: '' is empty"),
+        (["finetune", "--model", "m", "--data", "", "--output", "o"], "data: '' is empty"),
+        (["plan", "--model", "m", "--seed", "9" * 23], "seed: "),
+        (["plan", "--model", "m", "--steps", "1e30"], "steps: '1e30' is above"),
+        (["plan", "--model", "m", "--host-mem", "99999999TB"], "host_mem: '99999999TB' is above"),
         (["eval", "--save-every", "3"], "does not belong to this verb"),
         (["plan"], "--model is missing"),
         (["inspect", "nowhere"], "no such file"),
@@ -167,6 +172,33 @@ def test_bad_data_is_refused_by_file(capsys, model_dir, tmp_path, name):
     assert data.read_bytes() == content
 
 
+def test_a_device_as_data_holds_no_text(capsys, model_dir, tmp_path):
+    code, _, err = finetune(capsys, model_dir("llama"), "/dev/null", tmp_path / "run")
+    assert (code, "/dev/null: holds no text" in err) == (4, True)
+
+
+@pytest.mark.parametrize("value", [b"null", b'"abc"'])
+def test_a_model_without_a_number_of_tokens_is_one_line(capsys, own_model, text_file, tmp_path, value):
+    path = own_model / "config.json"
+    path.write_bytes(path.read_bytes().replace(b'"vocab_size": 320', b'"vocab_size": ' + value))
+    code, _, err = finetune(capsys, own_model, text_file, tmp_path / "run")
+    assert (code, f"{path}: vocab_size: " in err, len(err.splitlines())) == (4, True, 1)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"model": null, "seq_len": 16}', b"\xff", b"[" * 9999])
+def test_export_names_a_run_config_that_is_none(capsys, model_dir, text_file, tmp_path, content):
+    model, run_dir = model_dir("llama"), tmp_path / "run"
+    assert finetune(capsys, model, text_file, run_dir, "--save-every", 2, "--export", "false")[0] == 0
+    path = run_dir / "config.json"
+    path.write_bytes(content)
+    arguments = ("export", "--in", run_dir, "--out", tmp_path / "out")
+    code, _, err = run(capsys, *arguments)
+    assert (code, f"{path}: " in err, len(err.splitlines())) == (4, True, 1)
+    if content.startswith(b'{"'):
+        assert "pass --model" in err
+        assert run(capsys, *arguments, "--model", model)[0] == 0
+
+
 def test_missing_data_is_wrong_usage(capsys, model_dir, tmp_path):
     code, _, err = finetune(capsys, model_dir("llama"), tmp_path / "none.txt", tmp_path / "run")
     assert (code, "none.txt: no such file" in err) == (2, True)
@@ -246,3 +278,19 @@ def test_a_refused_run_leaves_the_run_folder_to_export(capsys, model_dir, text_f
     assert (code, err) == (0, "")
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", run_dir / "hf")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"{}", b"[]", b"\xff", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 1}}']
+)
+def test_inspect_refuses_a_damaged_index(capsys, tmp_path, content):
+    path = write(tmp_path / "model.safetensors.index.json", content)
+    code, out, err = run(capsys, "inspect", path)
+    assert (code, out, f"{path}: " in err, len(err.splitlines())) == (4, "", True, 1)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]"])
+def test_inspect_refuses_a_damaged_manifest(capsys, own_model, content):
+    path = write(own_model / "manifest.json", content)
+    code, out, err = run(capsys, "inspect", own_model)
+    assert (code, out, f"{path}: " in err, len(err.splitlines())) == (4, "", True, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -133,6 +134,56 @@ def test_template_errors_name_the_line(tokenizer_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0] + 1 }}", "TypeError: unsupported operand"),
+        ("{{ messages.none.at_all }}", "has no attribute 'none'"),
+        ("{% if %}", "chat template: Expected an expression"),
+    ],
+)
+def test_any_error_of_a_template_names_the_line(tokenizer_dir, tmp_path, source, part):
+    template = tmp_path / "template.jinja"
+    template.write_text(source)
+    tokenizer = ModelTokenizer(str(tokenizer_dir), chat_template=str(template))
+    with pytest.raises(InvalidDataError, match=part) as caught:
+        encode_one(tokenizer, Document("chat.jsonl:3", messages=CHAT))
+    assert str(caught.value).startswith("chat.jsonl:3: chat template: ")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_template_that_is_no_text_is_named(tokenizer_dir, tmp_path, own):
+    model = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    template = (model if own else tmp_path) / "chat_template.jinja"
+    template.write_bytes(b"{{ \xff }}")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    choice = None if own else str(template)
+    with pytest.raises(InvalidDataError, match=r"chat_template.jinja: not UTF-8 text at byte 3"):
+        prepare([str(tmp_path / "chat.jsonl")], tmp_path / "cache", str(model), "assistant", choice)
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "eos_token_id"])
+@pytest.mark.parametrize("value", ["abc", -2, 1.5, {}, 2**40, True])
+def test_a_number_of_the_model_that_is_none_is_named(tokenizer_dir, tmp_path, field, value):
+    model = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()  # whose end of text comes first
+    (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, field: value}))
+    with pytest.raises(InvalidDataError, match=rf"config.json: {field}: "):
+        ModelTokenizer(str(model))
+
+
+def test_a_model_needs_a_vocabulary_but_no_end_of_text(tokenizer_dir, tmp_path):
+    model = shutil.copytree(tokenizer_dir, tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()
+    for ids, expected in ((None, None), ([], None), ([3, 4], 3), (3, 3)):
+        (model / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert ModelTokenizer(str(model)).eos_id == expected
+    (model / "config.json").write_text('{"vocab_size": null}')
+    with pytest.raises(InvalidDataError, match="vocab_size: None is not a whole number"):
+        ModelTokenizer(str(model))
+
+
+@pytest.mark.parametrize(
     ("line", "part"),
     [
         ("{", "not JSON"),
@@ -165,6 +216,8 @@ def test_folders_are_searched_in_order_and_missing_files_refused(tmp_path):
     assert [path.name for path in list_files([str(tmp_path)])] == ["a.jsonl", "b.txt"]
     with pytest.raises(UsageError, match="no such file"):
         list_files([str(tmp_path / "c.txt")])
+    with pytest.raises(InvalidDataError, match="/dev/null: holds no text"):
+        list_files(["/dev/null"])
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(InvalidDataError, match="no file ending in"):

@@ -39,6 +39,12 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
+def _explain(error: Exception) -> str:
+    """A template is a program: beside Jinja's own errors it may raise any."""
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    return f"chat template: {kind}{error}"
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -99,8 +105,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template: {error}") from None
+        except Exception as error:
+            raise ValueError(_explain(error)) from None
 
     def render_marked(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         try:
@@ -111,8 +117,8 @@ class ChatTemplate:
                 documents=None,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template: {error}") from None
+        except Exception as error:
+            raise ValueError(_explain(error)) from None
 
     def render_text(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         marked = self.render_marked(messages, add_generation_prompt)

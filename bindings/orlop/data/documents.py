@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidDataError, UsageError
+from ..text_files import read_text
 
 _TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 _JSON_LINES_SUFFIXES = {".jsonl", ".ndjson"}
@@ -38,23 +39,13 @@ def list_files(paths: Sequence[str]) -> list[Path]:
             files += inside
         elif path.is_file():
             files.append(path)
+        elif path.exists():  # a device or a pipe: data are read more than once
+            raise InvalidDataError(
+                f"{path}: holds no text: it is neither a file nor a folder; write the data into a file first"
+            )
         else:
             raise UsageError(f"{path}: no such file or folder")
     return files
-
-
-def read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidDataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _decode(data: bytes, path: Path) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidDataError(f"{path}: not UTF-8 text at byte {error.start}") from None
 
 
 def _check_messages(messages: Any, source: str) -> tuple[dict[str, Any], ...]:
@@ -87,7 +78,7 @@ def _parse_line(line: str, source: str) -> Document:
 def read_documents(files: Sequence[Path]) -> Iterator[Document]:
     """Documents in the order of files and lines; empty ones are left out."""
     for path in files:
-        text = _decode(read_bytes(path), path)
+        text = read_text(path)
         if path.suffix not in _JSON_LINES_SUFFIXES:
             if text.strip():
                 yield Document(str(path), text=text)

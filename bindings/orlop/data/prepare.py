@@ -9,7 +9,8 @@ from pathlib import Path
 
 from .. import _orlop
 from ..errors import InvalidDataError, UsageError
-from .documents import TOKEN_SUFFIX, list_files, read_bytes, read_documents
+from ..text_files import read_bytes
+from .documents import TOKEN_SUFFIX, list_files, read_documents
 from .tokenize import ModelTokenizer
 
 _FORMAT = b"orlop-data-1"  # changes when the same files would give another token file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from ..config import parse_int
 from ..errors import InvalidDataError, UsageError
+from ..text_files import read_bytes, read_json_object, read_text
 from .chat_template import ChatTemplate
 from .documents import Document
 
@@ -30,15 +31,7 @@ class TokenizedDocument:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidDataError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidDataError(f"{path}: expected an object")
-    return value
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:
@@ -66,7 +59,7 @@ class ModelTokenizer:
                 f"{path}: missing; text needs the tokenizer of the model (or pass .tok files)"
             )
         self.path = path
-        self._bytes = path.read_bytes()
+        self._bytes = read_bytes(path)
         try:
             self._tokenizer = Tokenizer.from_buffer(self._bytes)
         except Exception as error:  # the package raises bare Exception
@@ -75,15 +68,23 @@ class ModelTokenizer:
         self._tokenizer.no_padding()
         self._config = _read_json(self._dir / "tokenizer_config.json")
         model = _read_json(self._dir / "config.json")
-        self.vocab_size = int(model.get("vocab_size", self._tokenizer.get_vocab_size()))
+        vocab_size = model.get("vocab_size", self._tokenizer.get_vocab_size())
+        self.vocab_size = self._model_number("vocab_size", vocab_size, 1)
         self.eos_id = self._find_eos(model)
+
+    def _model_number(self, key: str, value: Any, low: int) -> int:
+        try:
+            return parse_int(value, low)
+        except ValueError as error:
+            raise InvalidDataError(f"{self._dir / 'config.json'}: {key}: {error}") from None
 
     def _find_eos(self, model: dict[str, Any]) -> int | None:
         text = _token_text(self._config.get("eos_token"))
         if text is not None:
             return self._tokenizer.token_to_id(text)
         ids = model.get("eos_token_id")
-        return ids[0] if isinstance(ids, list) and ids else ids
+        first = next(iter(ids), None) if isinstance(ids, list) else ids
+        return None if first is None else self._model_number("eos_token_id", first, 0)
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -99,13 +100,14 @@ class ModelTokenizer:
             path = Path(self._chat_template_choice)
             if not path.is_file():
                 raise UsageError(f"--chat-template {path}: no such file")
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         path = self._dir / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            return read_text(path)
         source = self._config.get("chat_template")
         if isinstance(source, list):  # named templates
-            source = next((t.get("template") for t in source if t.get("name") == "default"), None)
+            named = (entry for entry in source if isinstance(entry, dict))
+            source = next((t.get("template") for t in named if t.get("name") == "default"), None)
         if not isinstance(source, str):
             raise InvalidDataError(
                 f"{self._dir}: data has 'messages', but the model has no chat template; "

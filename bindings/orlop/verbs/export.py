@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from ..config import RunConfig, parse_bytes
 from ..errors import InvalidDataError, UsageError
+from ..text_files import read_json_object
 
 SUMMARY = "a checkpoint as a Hugging Face folder"
 
@@ -35,12 +35,15 @@ def _run_folder(source: Path) -> tuple[Path, str]:
     return source, latest
 
 
-def _run_config(run_dir: Path) -> RunConfig:
+def _run_config(run_dir: Path, model: str | None) -> RunConfig:
+    """The options of the run; `model`, where given, instead of its own."""
     path = run_dir / "config.json"
-    try:
-        return RunConfig(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise InvalidDataError(f"{path}: {error}") from None
+    config = RunConfig()
+    config.update(read_json_object(path), str(path))
+    config.update({"model": model}, "command line")
+    if config.model is None:
+        raise InvalidDataError(f"{path}: 'model' is missing; pass --model DIR")
+    return config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out}: exists and is not an empty folder")
     run_dir, checkpoint = _run_folder(Path(args.source))
-    config = _run_config(run_dir)
-    if args.model:
-        config.update({"model": args.model}, "command line")
+    config = _run_config(run_dir, args.model)
     with _orlop.Engine.open(config.model, engine_config(config, 1)) as engine:
         engine.load_checkpoint(checkpoint)
         engine.export_hf(str(out), shard_bytes)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import InvalidDataError, UsageError
 from ..progress import format_bytes
+from ..text_files import read_json_object
 
 SUMMARY = "list tensors or tokens of a model, checkpoint or data file"
 
@@ -77,8 +78,10 @@ def _hash(file: Any, count: int) -> str:
 
 def _weight_files(path: Path) -> list[Path]:
     if path.name.endswith(".safetensors.index.json"):
-        index = json.loads(path.read_text(encoding="utf-8"))
-        return sorted({path.parent / name for name in index.get("weight_map", {}).values()})
+        names = read_json_object(path).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise InvalidDataError(f"{path}: 'weight_map' must be an object of tensor names and file names")
+        return sorted({path.parent / name for name in names.values()})
     if path.is_file():
         return [path]
     return sorted(path.rglob("*.safetensors"))
@@ -97,7 +100,7 @@ def _describe_weights(path: Path, checksum: bool) -> dict[str, Any]:
     }
     manifest = path / "manifest.json"
     if manifest.is_file():
-        result |= {"kind": "checkpoint", "manifest": json.loads(manifest.read_text(encoding="utf-8"))}
+        result |= {"kind": "checkpoint", "manifest": read_json_object(manifest)}
     return result
 
 
