@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..config import RunConfig
+from ..config import RunConfig, parse_bytes, parse_int
 from ..errors import InvalidDataError
 from ..progress import format_bytes
 from . import bench_io
-from .options import add_option_flags, config_from_args
+from .options import add_option_flags, argument, config_from_args
 
 SUMMARY = "time steps of a model on random tokens under the given budgets, or (bench io) a drive"
 _NAMES = (
@@ -58,8 +58,12 @@ _SCALE_BYTES = 256 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--path", default=".", metavar="DIR", help="bench io: folder on the drive")
-    parser.add_argument("--size", default="256MiB", help="bench io: bytes of the temporary file")
-    parser.add_argument("--pairs", type=int, default=7, help="bench io: measurements beside fio")
+    parser.add_argument(
+        "--size", type=argument(parse_bytes), default="256MiB", help="bench io: bytes of the temporary file"
+    )
+    parser.add_argument(
+        "--pairs", type=argument(parse_int, low=1), default=7, help="bench io: measurements beside fio"
+    )
     add_option_flags(parser, _NAMES)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import RunConfig, parse_bytes
+from ..config import RunConfig
 from ..errors import UsageError
 from .options import config_from_args
 
@@ -165,8 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = argparse.Namespace(**{**vars(args), "settings": args.settings[1:]})
     config = config_from_args(settings)
-    size = parse_bytes(args.size)
-    swept = _orlop.sweep_aio(args.path, size, engine=config.nvme_engine, direct=config.nvme_direct)
+    swept = _orlop.sweep_aio(args.path, args.size, engine=config.nvme_engine, direct=config.nvme_direct)
     names = ("block_bytes", "depth", "read_gib_per_s", "write_gib_per_s")
     *points, best = ({name: getattr(point, name) for name in names} for point in (*swept.points, swept.best))
     result: dict[str, Any] = {
@@ -177,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         "beside_fio": None,
     }
     if shutil.which("fio") is not None:
-        result["beside_fio"] = beside_fio(args.path, size, best, args.pairs, config)
+        result["beside_fio"] = beside_fio(args.path, args.size, best, args.pairs, config)
     if args.json:
         print(json.dumps(result, indent=2))
     else:

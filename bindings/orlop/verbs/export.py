@@ -8,6 +8,7 @@ from pathlib import Path
 from ..config import RunConfig, parse_bytes
 from ..errors import InvalidDataError, UsageError
 from ..text_files import read_json_object
+from .options import argument
 
 SUMMARY = "a checkpoint as a Hugging Face folder"
 
@@ -20,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="the model folder that the run started from, if it moved"
     )
-    parser.add_argument("--max-shard-size", default="5GiB", metavar="BYTES", help="bytes per file")
+    parser.add_argument(
+        "--max-shard-size", type=argument(parse_bytes), default="5GiB", metavar="BYTES", help="bytes per file"
+    )
 
 
 def _run_folder(source: Path) -> tuple[Path, str]:
@@ -50,10 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from .. import _orlop
     from ..engine_config import engine_config
 
-    try:
-        shard_bytes = parse_bytes(args.max_shard_size)
-    except ValueError as error:
-        raise UsageError(f"--max-shard-size: {error}") from None
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out}: exists and is not an empty folder")
@@ -61,6 +60,6 @@ def run(args: argparse.Namespace) -> int:
     config = _run_config(run_dir, args.model)
     with _orlop.Engine.open(config.model, engine_config(config, 1)) as engine:
         engine.load_checkpoint(checkpoint)
-        engine.export_hf(str(out), shard_bytes)
+        engine.export_hf(str(out), args.max_shard_size)
     print(f"exported {checkpoint} to {out}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ from ..errors import UsageError
 def _flags(name: str, aliases: tuple[str, ...]) -> list[str]:
     spellings = dict.fromkeys(s for key in (name, *aliases) for s in (key.replace("_", "-"), key))
     return [f"--{spelling}" for spelling in spellings]
+
+
+def argument(parse: Callable[..., Any], **limits: int) -> Callable[[str], Any]:
+    """`parse` as the type of a flag that is no option; what it says of a wrong value is the usage error."""
+
+    def parse_argument(text: str) -> Any:
+        try:
+            return parse(text, **limits)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument
 
 
 def add_option_flags(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .options import add_option_flags, config_from_args
+from ..config import parse_int
+from .options import add_option_flags, argument, config_from_args
 
 SUMMARY = "memory and time of a run, without running it"
 
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=argument(parse_int, low=1),
         default=1,
         metavar="N",
         help="for each of N processes on this machine (default 1)",
