@@ -116,6 +116,10 @@ def micro_batches(config: RunConfig, data: PreparedData) -> list[_orlop.MicroBat
     return batches
 
 
+def has_labels(batch: _orlop.MicroBatch) -> bool:
+    return bool((batch.labels != _orlop.IGNORED_LABEL).any())
+
+
 def evaluate(
     engine: _orlop.Engine,
     batches: list[_orlop.MicroBatch],
@@ -131,7 +135,7 @@ def evaluate(
         if is_stopped():
             return None
         part = batches[start : start + group * ranks]
-        if not any((batch.labels != _orlop.IGNORED_LABEL).any() for batch in part):
+        if not any(has_labels(batch) for batch in part):
             continue
         result = engine.evaluate(part[engine.rank :: ranks])
         total += result.loss * result.labelled_tokens
@@ -158,6 +162,7 @@ class FinetuneRun:
         found = find_checkpoint(config.resume, run_dir) if self._is_first else ""
         self._checkpoint = ranks.from_first(found)
         self._saved_step = 0
+        self._passed_over = False
 
     def _prepare(self) -> None:
         config, run_dir, ranks = self._config, self._run_dir, self._ranks
@@ -301,6 +306,27 @@ class FinetuneRun:
                 progress.note(f"step {engine.steps_done} could not be saved: {error}")
             raise
 
+    def _next_micro_batches(
+        self, engine: _orlop.Engine, progress: Progress | NoProgress
+    ) -> list[_orlop.MicroBatch]:
+        """Of the next step. Where no rank's rows hold a token to predict, as within a long question or a last row of
+        one token, they are passed over."""
+        config = self._config
+        step_rows = config.micro_batch * config.accum * self._ranks.world_size
+        for _ in range(-(-self._loader.rows_per_epoch() // step_rows) + 1):
+            batches = [self._loader.next() for _ in range(config.accum)]
+            if self._ranks.any(any(has_labels(batch) for batch in batches)):
+                return batches
+            if not self._passed_over:
+                progress.note(
+                    f"step {engine.steps_done + 1}: rows without a token to predict are passed over, here and later"
+                )
+            self._passed_over = True
+        raise InvalidDataError(
+            f"{', '.join(config.data)}: of {self._loader.rows_per_epoch():,} rows of {config.seq_len} tokens none holds "
+            "one to predict; give a longer --seq-len, or --train-on all"
+        )
+
     def _train(
         self,
         engine: _orlop.Engine,
@@ -324,7 +350,7 @@ class FinetuneRun:
         stopped = self._is_stopped(stop)
         while engine.steps_done < self._total_steps and not stopped:
             with self._saving_what_is_whole(engine, progress, recorder):
-                result = engine.step([self._loader.next() for _ in range(config.accum)])
+                result = engine.step(self._next_micro_batches(engine, progress))
             record = recorder.record(result)
             log.write(record)
             progress.step(record)

@@ -363,20 +363,38 @@ def test_import_prints_nothing_and_loads_neither_torch_nor_cuda():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_a_row_with_nothing_to_learn_ends_the_run_with_the_steps_before_it_saved(capsys, model_dir, tmp_path):
+def test_rows_with_nothing_to_learn_are_passed_over(capsys, model_dir, tmp_path):
+    """In the order of the data, also by a run that resumes between them; what is learned is the same as without."""
+    unlabelled = (3, 4, 11)
+
+    def run_on(name, rows, *extra):
+        writer = orlop.TokenWriter(str(tmp_path / f"{name}.tok"), VOCAB, loss_mask=True)
+        for row in rows:
+            writer.append(list(range(row, row + 16)), [row not in unlabelled] * 16)
+        writer.finish()
+        data, out_dir = tmp_path / f"{name}.tok", tmp_path / f"run-{name}"
+        return finetune(
+            capsys, model_dir("llama"), data, out_dir, "--seed", 1, "--schedule", "constant", *extra
+        ), losses(out_dir)
+
+    (code, out, err), straight = run_on("straight", range(16), "--steps", 20)
+    assert code == 0, err
+    assert out.count("passed over") == 1
+    assert sorted(straight) == list(range(1, 21))
+    for steps in (5, 12, 20):
+        (code, _, err), halves = run_on("halves", range(16), "--steps", steps)
+        assert code == 0, err
+    assert halves == straight
+
+
+def test_data_with_nothing_to_learn_is_refused(capsys, model_dir, tmp_path):
     writer = orlop.TokenWriter(str(tmp_path / "data.tok"), VOCAB, loss_mask=True)
-    for row in range(16):
-        writer.append(list(range(row, row + 16)), [row != 11] * 16)
+    for row in range(3):
+        writer.append(list(range(row, row + 16)), [False] * 16)
     writer.finish()
-    out_dir = tmp_path / "run"
-    code, out, err = finetune(
-        capsys, model_dir("llama"), tmp_path / "data.tok", out_dir, "--steps", 16, "--seed", 1
-    )
-    assert (code, "no token of the 1 micro-batches has a label" in err) == (4, True), err
-    done = max(losses(out_dir))
-    assert 1 <= done < 16
-    assert f"saved {out_dir / f'step-{done}'}" in out
-    assert run(capsys, "export", "--in", out_dir, "--out", tmp_path / "hf")[0] == 0
+    model = model_dir("llama")
+    code, _, err = finetune(capsys, model, tmp_path / "data.tok", tmp_path / "run", "--steps", 2)
+    assert (code, "data.tok: of 3 rows of 16 tokens none holds one to predict" in err) == (4, True), err
 
 
 def losses(run_dir):
