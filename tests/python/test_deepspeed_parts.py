@@ -155,6 +155,178 @@ def test_resume_equals_straight_run(precision, tmp_path):
         assert first == (tmp_path / "again" / "x" / f"{name}.safetensors").read_bytes()
 
 
+SCHEDULERS = {
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 5, 5, 8], 0.5),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.5, 1.0, 2),
+            torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 6], 0.5),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_go_on(name, tmp_path):
+    """Milestones are counted by numbers, which JSON has as text."""
+
+    def build():
+        engine, *_ = deepspeed.initialize(
+            model=Net(), lr_scheduler=SCHEDULERS[name],
+            config={"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        )  # fmt: skip
+        return engine
+
+    def rates(engine):
+        found = []
+        for step in range(6):
+            train(engine, 1, first=4 + step)
+            found.append(engine.get_lr())
+        return found
+
+    engine = build()
+    train(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    expected = rates(engine)
+    assert len({rate for (rate,) in expected}) > 1
+    other = build()
+    other.load_checkpoint(tmp_path)
+    assert rates(other) == expected
+
+
+def test_client_state_comes_back_as_it_was(tmp_path):
+    """Keys that are no text, tuples, counters, and dicts that look like their tags; state.json stays JSON."""
+    import json
+    from collections import Counter
+
+    client = {
+        1: "a", None: True, 2.5: [], ("a", 1): {}, "t": (1, (2.0, "x"), []), "c": Counter({3: 1, "b": 2}), "e": (),
+        "nested": [{"k": {0: (None,)}}], "$": "tuple", "tag": {"$": "tuple", "of": [1]}, "plain": {"a": [1, "b"]},
+    }  # fmt: skip
+    engine = make()
+    engine.save_checkpoint(tmp_path, tag="t", client_state=client)
+    state = json.loads((tmp_path / "t" / "state.json").read_text())
+    assert dict(state["client_state"]["of"][-1:]) == {"plain": {"a": [1, "b"]}}
+    back = engine.load_checkpoint(tmp_path)[1]
+    assert back == client and [type(key) for key in back] == [type(key) for key in client]
+    assert type(back["c"]) is Counter and type(back["t"][1]) is tuple
+    for bad, place in (
+        ({"x": [{1: {2}}]}, r"client_state\['x'\]\[0\]\[1\] is a set"),
+        ({frozenset(): 1}, "client_state, a key is a frozenset"),
+    ):
+        with pytest.raises(orlop.UsageError, match=place):
+            engine.save_checkpoint(tmp_path / "bad", client_state=bad)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_checkpoint_without_tags_loads(tmp_path):
+    """Format 1, in which a dict that looks like a tag is itself."""
+    import json
+
+    engine = make()
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path, tag="t")
+    path = tmp_path / "t" / "state.json"
+    state = json.loads(path.read_text())
+    state |= {"format": 1, "client_state": {"$": "tuple", "of": [1]}}
+    for group in state["optimizer"]["param_groups"]:
+        group["betas"] = group["betas"]["of"]
+    path.write_text(json.dumps(state))
+    other = make()
+    assert other.load_checkpoint(tmp_path)[1] == {"$": "tuple", "of": [1]}
+    assert train(other, 3, first=2) == train(engine, 3, first=2)
+
+
+def test_what_the_user_has_there_stays(tmp_path):
+    """Files and folders that are called *.tmp, and a checkpoint whose tag ends so."""
+    engine = make()
+    (tmp_path / "notes.tmp").write_text("mine")
+    (tmp_path / "folder.tmp").mkdir()
+    (tmp_path / ".orlop-partial-gone").mkdir()
+    engine.save_checkpoint(tmp_path, tag="a.tmp", client_state={"a": 1})
+    engine.save_checkpoint(tmp_path, tag="a.old.tmp")
+    engine.save_checkpoint(tmp_path, tag="a")
+    assert (tmp_path / "notes.tmp").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "notes.tmp", "folder.tmp", "a.tmp", "a.old.tmp", "a", "latest",
+    }  # fmt: skip
+    assert engine.load_checkpoint(tmp_path, tag="a.tmp")[1] == {"a": 1}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "data").write_text("mine")
+    for tag in ("mine", "notes.tmp"):
+        with pytest.raises(orlop.UsageError, match=f"{tag} is there and is no checkpoint"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    assert (tmp_path / "mine" / "data").read_text() == "mine"
+    engine.save_checkpoint(tmp_path, tag="folder.tmp")  # which was empty
+
+
+@pytest.mark.parametrize(
+    "tag", ["latest", ".orlop-partial-x", ".orlop-old-x", "a/b", "/a", "..", ".", "", " a"]
+)
+def test_tags_that_are_refused(tag, tmp_path):
+    """Before anything is written."""
+    with pytest.raises(orlop.UsageError, match=r"tag '.*' is refused"):
+        make().save_checkpoint(tmp_path / "new", tag=tag)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_tag_0(tmp_path):
+    engine = make()
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag=0)
+    assert (tmp_path / "latest").read_text() == "0"
+    assert (
+        engine.load_checkpoint(tmp_path, tag=0)[0]
+        == engine.load_checkpoint(tmp_path)[0]
+        == str(tmp_path / "0")
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("state.json", b"[]", "a list, not an object"),
+        ("state.json", b"{}", "format None"),
+        ("state.json", b'{"format": 1}', "bytes is missing"),
+        ("state.json", b'{"format": 2, "bytes": []}', "bytes is a list"),
+        ("state.json", b'{"format": 2, "bytes": {"$": "set", "of": []}}', "a bad tag"),
+        ("model.safetensors", None, "no safetensors file"),
+        ("optimizer.safetensors", None, "no safetensors file"),
+        (
+            "optimizer.safetensors",
+            (b'"inp.weight.exp_avg"', b'"imp.weight.exp_avg"'),
+            "states of 'imp.weight'",
+        ),
+    ],
+)
+def test_broken_files_are_named(file, content, message, tmp_path):
+    """None: a header of the right size that is none; nothing was loaded."""
+    engine = make()
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="t")
+    path = tmp_path / "t" / file
+    whole = path.read_bytes()
+    if content is None:
+        content = whole[:8] + b"#" * 40 + whole[48:]
+    elif isinstance(content, tuple):
+        content = whole.replace(*content)
+    path.write_bytes(content)
+    with pytest.raises(orlop.InvalidDataError, match=message) as raised:
+        engine.load_checkpoint(tmp_path)
+    assert str(tmp_path / "t") in str(raised.value)
+
+
+def test_an_optimizer_with_other_parameters(tmp_path):
+    """A checkpoint goes by the names of the model."""
+    model, other = Net(), torch.nn.Linear(5, 3)
+    engine = make(model, orlop.AdamW([{"params": [*model.parameters()]}, {"params": [*other.parameters()]}]))
+    with pytest.raises(orlop.UsageError, match=r"parameter 0 of group 1 .* \(3, 5\), is not in the model"):
+        engine.save_checkpoint(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("phase", range(4))
@@ -249,7 +421,7 @@ def test_what_does_not_fit_is_named(tmp_path, caplog):
         longer.load_checkpoint(tmp_path, load_module_strict=False)
     state = tmp_path / "good" / "state.json"
     text = state.read_text()
-    state.write_text(text.replace('"format": 1', '"format": 7'))
+    state.write_text(text.replace('"format": 2', '"format": 7'))
     with pytest.raises(orlop.InvalidDataError, match="format 7"):
         engine.load_checkpoint(tmp_path)
     state.write_text(text)
@@ -288,7 +460,7 @@ def test_killed_while_saving(tmp_path, tags):
             engine = make()
             path, client = engine.load_checkpoint(tmp_path)
             assert client["step"] == engine.global_steps - 1, path
-            assert not list(tmp_path.glob("*.old.tmp"))
+            assert not list(tmp_path.glob(".orlop-old-*"))
             seen = max(seen, client["step"])
     assert seen >= 0
 
@@ -299,7 +471,7 @@ def test_killed_while_a_tag_is_replaced(tmp_path, replaced):
     engine = make()
     train(engine, 1)
     engine.save_checkpoint(tmp_path, tag="tag", client_state={"step": 0})
-    (tmp_path / "tag").rename(tmp_path / "tag.old.tmp")
+    (tmp_path / "tag").rename(tmp_path / ".orlop-old-tag")
     if replaced:
         train(engine, 1, first=1)
         partial = tmp_path / "elsewhere"
@@ -307,7 +479,7 @@ def test_killed_while_a_tag_is_replaced(tmp_path, replaced):
         (partial / "tag").rename(tmp_path / "tag")
     _, client = make().load_checkpoint(tmp_path)
     assert client["step"] == (1 if replaced else 0)
-    assert not list(tmp_path.glob("*.old.tmp"))
+    assert not list(tmp_path.glob(".orlop-old-*"))
 
 
 def test_save_16bit_model(tmp_path):

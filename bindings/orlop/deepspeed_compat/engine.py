@@ -234,12 +234,12 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True,
                         exclude_frozen_parameters=False):  # fmt: skip
-        """Writes SAVE_DIR/TAG; client_state is what JSON can hold. Returns True.
+        """Writes SAVE_DIR/TAG; client_state: numbers, text, lists, tuples and dicts of them. Returns True.
 
         Inside an accumulation window the gradients so far are part of it.
         """
         optimizer = self._required_optimizer()
-        tag = tag or f"global_step{self.global_steps}"
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         state = {
             "client_state": client_state or {},
             "global_steps": self.global_steps,
@@ -256,7 +256,7 @@ class DeepSpeedEngine(torch.nn.Module):
         if gradients:
             others["gradients"] = gradients
         model = self.module_state_dict(exclude_frozen_parameters)
-        checkpoint.write(Path(save_dir), str(tag), model, others, state, save_latest)
+        checkpoint.write(Path(save_dir), tag, model, others, state, save_latest)
         return True
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
@@ -266,11 +266,9 @@ class DeepSpeedEngine(torch.nn.Module):
         Gradients that are here are dropped; those of a window in which the checkpoint was written go on.
         """
         checkpoint.recover(folder := Path(load_dir))
-        if tag is None:
-            if not (folder / "latest").exists():
-                _log.warning("%s holds no checkpoint: nothing was loaded", folder)
-                return None, {}
-            tag = (folder / "latest").read_text(encoding="utf-8").strip()
+        if tag is None and (tag := checkpoint.latest_tag(folder)) is None:
+            _log.warning("%s holds no checkpoint: nothing was loaded", folder)
+            return None, {}
         path = folder / str(tag)
         state = checkpoint.read_state(path)
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
@@ -286,7 +284,7 @@ class DeepSpeedEngine(torch.nn.Module):
             params = dict(self.module.named_parameters())
             tensors = checkpoint.read_tensors(path, state, "optimizer")
             keep_masters = self.config[f"{_ZERO}.load_from_fp32_weights"]
-            _unpack(self._required_optimizer(), params, tensors, state["optimizer"], keep_masters)
+            _unpack(self._required_optimizer(), params, tensors, state["optimizer"], keep_masters, path)
         if scheduler is not None:
             scheduler.load_state_dict(state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
@@ -362,7 +360,15 @@ def _to_half(value):
 
 
 def _pack(optimizer, names):
-    """(tensors by NAME.key, what JSON holds) of an optimizer's state."""
+    """(tensors by NAME.key, what JSON holds) of an optimizer's state; raises UsageError for a parameter without a
+    name."""
+    for i, group in enumerate(optimizer.param_groups):
+        for j, p in enumerate(group["params"]):
+            if p not in names:
+                raise errors.UsageError(
+                    f"save_checkpoint: parameter {j} of group {i} of the optimizer, of shape {tuple(p.shape)}, is not "
+                    "in the model, and a checkpoint goes by names; make it a parameter of the module"
+                )
     tensors, steps = {}, {}
     optimizer.synchronize()
     for p, state in optimizer.state.items():
@@ -378,19 +384,28 @@ def _pack(optimizer, names):
     return tensors, {"steps": steps, "param_groups": groups}
 
 
-def _unpack(optimizer, params, tensors, saved, keep_masters):
+def _unpack(optimizer, params, tensors, saved, keep_masters, path):
     """Loads what _pack() gave, by name; raises InvalidDataError listing names that differ."""
     here = {p: name for name, p in params.items()}
-    present = [[here[p] for p in group["params"]] for group in optimizer.param_groups]
+    present = [
+        [here.get(p, "(not in the model)") for p in group["params"]] for group in optimizer.param_groups
+    ]
     stored = [group["params"] for group in saved["param_groups"]]
     if present != stored:
         missing = sorted({n for g in present for n in g} - {n for g in stored for n in g})
         extra = sorted({n for g in stored for n in g} - {n for g in present for n in g})
         raise errors.InvalidDataError(
-            f"the optimizer of the checkpoint has other parameters: missing there {missing}, only there {extra}"
+            f"{path}: the optimizer of the checkpoint has other parameters: missing there {missing}, only there {extra}"
             + ("" if missing or extra else "; groups or their order differ")
         )
     index = {name: i for i, name in enumerate(name for group in stored for name in group)}
+    strange = {key.rpartition(".")[0] for key in tensors} - set(saved["steps"]) or set(saved["steps"]) - set(
+        index
+    )
+    if strange:
+        raise errors.InvalidDataError(
+            f"{path}: the optimizer has states of {min(strange)!r}, which is not among its parameters that were updated"
+        )
     states = {index[name]: {"step": float(step)} for name, step in saved["steps"].items()}
     for key, tensor in tensors.items():
         name, kind = key.rsplit(".", 1)
