@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import difflib
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from .errors import UsageError
 from .hjson_reader import read_hjson
 
 _ZERO = "zero_optimization"
+_OFF = (False, None, 0, "auto", {})
+_SECTIONS = {
+    ".".join(parts[:count])
+    for parts in (path.split(".") for path in table.KEYS)
+    for count in range(1, len(parts))
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class DeepSpeedConfig:
         if compat == "0.18":
             self._values.update(table.DEFAULTS_018)
         self._strict = given.get("strict") is True
+        self._given = given
         for path, value in given.items():
             self._take(path, value)
         self._check_choices()
@@ -55,8 +63,14 @@ class DeepSpeedConfig:
         return dict(self._values)
 
     def scheduler_params(self) -> dict[str, Any]:
-        known = table.SCHEDULERS[self["scheduler.type"]]
-        return {**known, **{k: v for k, v in self["scheduler.params"].items() if v != "auto"}}
+        """Of the schedule that is named. warmup_max_lr None: each group's lr."""
+        params = {name: key.default for name, key in table.SCHEDULERS[self["scheduler.type"]].items()}
+        for name, value in self["scheduler.params"].items():
+            if value != "auto":
+                params[name] = value
+            elif name in table.SCHEDULER_AUTO:
+                params[name] = table.SCHEDULER_AUTO[name]
+        return params
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -116,13 +130,18 @@ class DeepSpeedConfig:
         return zero
 
     def _take(self, path: str, value: Any) -> None:
-        name = path.rsplit(".", 1)[-1]
-        if any(part.startswith(("_", "#", "//")) or part == "comment" for part in path.split(".")):
+        if any(_is_comment(part) for part in path.split(".")):
             self.findings.append(Finding(path, value, "-", "a comment"))
             return
         section = path.split(".", 1)[0]
         if section in table.REFUSED_SECTIONS:
             self._refuse_section(section, path, value)
+            return
+        if path in _SECTIONS:
+            if value not in (None, {}):
+                raise UsageError(
+                    f"{self.source}: {path} = {value!r}: a section is needed: {_section_example(path, value)}"
+                )
             return
         owner = _container_of(path)
         if owner is not None:
@@ -133,7 +152,7 @@ class DeepSpeedConfig:
             self.findings = [finding for finding in self.findings if finding.path != owner]
         key = table.KEYS.get(path)
         if key is None:
-            self._unknown(path, name, value)
+            self._unknown(path, value)
             return
         if value == "auto":
             self.findings.append(Finding(path, value, key.grade, f"default: {self._values[path]!r}"))
@@ -145,17 +164,23 @@ class DeepSpeedConfig:
         self.findings.append(Finding(path, value, key.grade, key.note))
 
     def _refuse_section(self, section: str, path: str, value: Any) -> None:
-        asks = value not in (False, None, 0, "auto") if path in (section, f"{section}.enabled") else False
-        if section in ("compile", "amp") and path != f"{section}.enabled":
+        name = path.rsplit(".", 1)[-1]
+        if path == section or name == "enabled":
+            asks = value not in _OFF
+        elif section in ("compile", "amp"):
             asks = value is True
+        elif section in table.SWITCHES:
+            switches = (f"{section}.enabled", f"{section}.{table.SWITCHES[section]}")
+            off = any(switch in self._given and not _is_on(self._given[switch]) for switch in switches)
+            asks = not off and _is_on(value)
+        else:
+            asks = False
         if asks:
             raise UsageError(f"{self.source}: {path} is refused: {table.REFUSED_SECTIONS[section]}")
         self.findings.append(Finding(path, value, "R", "off, as is everything of this section"))
 
-    def _unknown(self, path: str, name: str, value: Any) -> None:
-        names = {known.rsplit(".", 1)[-1] for known in table.KEYS} | set(table.REFUSED_SECTIONS)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    def _unknown(self, path: str, value: Any) -> None:
+        hint = _hint(path)
         if path.startswith(f"{_ZERO}.") or self._strict:
             raise UsageError(f"{self.source}: unknown key {path!r}{hint}")
         self.findings.append(Finding(path, value, "?", f"unknown, ignored{hint}"))
@@ -170,16 +195,10 @@ class DeepSpeedConfig:
                 f"{' and '.join(table.OPTIMIZERS)} are here"
                 + ("" if optimizer in table.REFUSED_OPTIMIZERS else "; the name is not DeepSpeed's either")
             )
-        scheduler = self["scheduler.type"]
-        if scheduler is not None:
-            if scheduler not in table.SCHEDULERS:
-                raise UsageError(
-                    f"{self.source}: scheduler.type = {scheduler!r} is refused: {', '.join(table.SCHEDULERS)} "
-                    "are here; torch's own schedulers can be given to initialize()"
-                )
-            unknown = set(self["scheduler.params"]) - set(table.SCHEDULERS[scheduler])
-            if unknown:
-                raise UsageError(f"{self.source}: scheduler.params.{min(unknown)} is unknown to {scheduler}")
+        for finding in self.findings:
+            if finding.grade == "?" and finding.path.startswith("optimizer.params."):
+                raise UsageError(f"{self.source}: unknown key {finding.path!r}{_hint(finding.path)}")
+        self._check_scheduler()
         self._check_one_of(f"{_ZERO}.stage", (0, 1, 2, 3))
         self._check_one_of("torch_autocast.dtype", ("bfloat16", "float16"))
         self._check_one_of("data_types.grad_accum_dtype", (None, "fp32", "fp16", "bf16"))
@@ -202,6 +221,27 @@ class DeepSpeedConfig:
                 f"{self.source}: bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads, "
                 "as in DeepSpeed"
             )
+
+    def _check_scheduler(self) -> None:
+        scheduler = self["scheduler.type"]
+        if scheduler is None:
+            return
+        if scheduler not in table.SCHEDULERS:
+            raise UsageError(
+                f"{self.source}: scheduler.type = {scheduler!r} is refused: {', '.join(table.SCHEDULERS)} "
+                "are here; torch's own schedulers can be given to initialize()"
+            )
+        known = table.SCHEDULERS[scheduler]
+        params = {name: value for name, value in self["scheduler.params"].items() if not _is_comment(name)}
+        unknown = set(params) - set(known)
+        if unknown:
+            raise UsageError(f"{self.source}: scheduler.params.{min(unknown)} is unknown to {scheduler}")
+        self._values["scheduler.params"] = {
+            name: value
+            if value == "auto"
+            else _parse(f"scheduler.params.{name}", known[name], value, self.source)
+            for name, value in params.items()
+        }
 
     def _check_one_of(self, path: str, known: tuple) -> None:
         if self[path] not in known:
@@ -254,8 +294,50 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and path not in table.KEYS:
             yield from _flatten(value, f"{path}.")
-        elif not (isinstance(value, Mapping) and not value):
+        else:
             yield path, value
+
+
+def _is_comment(name: str) -> bool:
+    return name.startswith(("_", "#", "//")) or name == "comment"
+
+
+def _is_on(value: Any) -> bool:
+    """Of a switch or a size: whether it asks for something."""
+    return value is True or not (value in _OFF or value in (1, "none", ""))
+
+
+def _section_example(path: str, value: Any) -> str:
+    """JSON of the section with the key that `value` is probably meant for."""
+    keys = [known for known in table.KEYS if known.startswith(f"{path}.")]
+    key = f"{path}.enabled" if f"{path}.enabled" in keys else keys[0]
+    try:
+        shown = _parse(key, table.KEYS[key], value, "")
+    except UsageError:
+        shown = table.KEYS[key].default
+    for part in reversed(key.split(".")):
+        shown = {part: "..." if shown is None else shown}
+    return json.dumps(shown)
+
+
+def _hint(path: str) -> str:
+    """The known key that an unknown one is nearest to: at its level, else the only one of such a name."""
+    parts = path.split(".")
+    known = [name.split(".") for name in (*table.KEYS, *table.REFUSED_SECTIONS)]
+    depth = next(
+        depth
+        for depth in range(len(parts))
+        if not any(name[: depth + 1] == parts[: depth + 1] for name in known)
+    )
+    level = {name[depth] for name in known if name[:depth] == parts[:depth] and len(name) > depth}
+    near = difflib.get_close_matches(parts[depth], level, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {'.'.join([*parts[:depth], near[0]])!r}?"
+    leaves = [name[-1] for name in known]
+    near = difflib.get_close_matches(parts[-1], leaves, n=1, cutoff=0.6) if depth == len(parts) - 1 else []
+    if near and leaves.count(near[0]) == 1:
+        return f"; did you mean {'.'.join(known[leaves.index(near[0])])!r}?"
+    return ""
 
 
 def _container_of(path: str) -> str | None:
@@ -277,17 +359,27 @@ def _parse(path: str, key: table.Key, value: Any, source: str) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and (not math.isfinite(value) or (value < 0 and key.default != -1)):
-        raise UsageError(f"{source}: {path} = {value!r} is no number that can be used here")
+    if key.endless and value == math.inf:
+        return None
+    if number and not (math.isfinite(value) and key.least <= value < key.below):
+        below = f" and below {key.below:g}" if math.isfinite(key.below) else ""
+        raise UsageError(f"{source}: {path} = {value!r}: a finite number from {key.least:g}{below} is needed")
     if int in kinds and number and value == int(value):
         return int(value)
     if float in kinds and number:
         return float(value)
-    if kinds == (list,) and isinstance(value, (list, tuple)):
-        return list(value)
+    if list in kinds and isinstance(value, (list, tuple)):
+        if key.numbers is None:
+            return list(value)
+        if key.numbers and len(value) != key.numbers:
+            raise UsageError(f"{source}: {path} = {value!r}: {key.numbers} numbers are needed")
+        one = replace(key, default=0.0, kind=float, numbers=None)
+        return [_parse(f"{path}[{i}]", one, item, source) for i, item in enumerate(value)]
     if not isinstance(value, kinds) or isinstance(value, bool) != (bool in kinds):
         names = " or ".join(k.__name__ for k in kinds)
         raise UsageError(f"{source}: {path} = {value!r}: {names} is needed")
+    if key.choices is not None and value not in key.choices:
+        raise UsageError(f"{source}: {path} = {value!r} is not one of {', '.join(key.choices)}")
     return value
 
 

@@ -6,6 +6,7 @@ with the reason and the nearest alternative.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,11 @@ class Key:
     default: Any
     note: str
     kind: type | tuple[type, ...] | None = None  # None: that of the default
+    least: float = 0.0  # of a number, which is also below `below`
+    below: float = math.inf
+    numbers: int | None = None  # a list holds so many; 0: any count; None: no numbers
+    choices: tuple[str, ...] | None = None
+    endless: bool = False  # Infinity is taken, as None
 
 
 _COMM = "one rank: nothing is communicated"
@@ -35,13 +41,16 @@ KEYS: dict[str, Key] = {
     # optimizer, scheduler
     "optimizer.type": Key("A", None, "Adam, AdamW", str),
     "optimizer.params.lr": Key("A", 1e-3, "learning rate"),
-    "optimizer.params.betas": Key("A", [0.9, 0.999], "betas"),
+    "optimizer.params.betas": Key("A", [0.9, 0.999], "betas", numbers=2, below=1.0),
     "optimizer.params.eps": Key("A", 1e-8, "eps"),
     "optimizer.params.weight_decay": Key("A", 0.0, "weight decay"),
     "optimizer.params.adam_w_mode": Key("A", True, "false: the decay goes into the gradient"),
     "optimizer.params.bias_correction": Key("R", True, "Adam without bias correction is not implemented"),
     "optimizer.params.amsgrad": Key("R", False, "DeepSpeedCPUAdam ignores it; Orlop does not keep the maximum"),
     "optimizer.params.torch_adam": Key("B", False, "the update equals torch's within rounding"),
+    "optimizer.params.fused": Key("B", False, "the update equals torch's within rounding"),
+    "optimizer.params.foreach": Key("B", False, "the update equals torch's within rounding"),
+    "optimizer.params.set_grad_none": Key("B", True, _ALWAYS),
     "optimizer.params.max_grad_norm": Key("B", 0.0, "use gradient_clipping"),
     "optimizer.legacy_fusion": Key("B", False, _ALWAYS + " fused"),
     "zero_allow_untested_optimizer": Key("B", False, "torch.optim.Adam, AdamW and Orlop's own are taken"),
@@ -114,7 +123,7 @@ KEYS: dict[str, Key] = {
     "zero_optimization.zero_quantized_gradients": Key("B", False, _COMM),
     "zero_optimization.zero_quantized_nontrainable_weights": Key("R", False, "weights are never quantized"),
     "zero_optimization.zeropp_loco_param": Key("R", None, "changes the numbers; not implemented", dict),
-    "zero_optimization.mics_shard_size": Key("R", -1, "ranks are not grouped"),
+    "zero_optimization.mics_shard_size": Key("R", -1, "ranks are not grouped", least=-1),
     "zero_optimization.mics_hierarchical_params_gather": Key("R", False, "ranks are not grouped"),
     "zero_optimization.offload_param.device": Key("A", "none", "cpu: blocks come from host memory; nvme: from drives, through three slots of it"),
     "zero_optimization.offload_param.nvme_path": Key("A", None, "with device nvme: a directory, or one per drive", (str, list)),
@@ -155,7 +164,7 @@ KEYS: dict[str, Key] = {
     "tensorboard.enabled": Key("A", False, "event files; needs the tensorboard package"),
     "tensorboard.output_path": Key("A", "", "folder"),
     "tensorboard.job_name": Key("A", "DeepSpeedJobName", "folder below it"),
-    "steps_per_print": Key("A", None, "a line every so many steps", int),
+    "steps_per_print": Key("A", None, "a line every so many steps; Infinity: never", int, endless=True),
     "wall_clock_breakdown": Key("A", False, "times of forward, backward and step in that line"),
     "memory_breakdown": Key("A", False, "host bytes by purpose in that line"),
     "dump_state": Key("A", False, "prints the effective configuration"),
@@ -195,22 +204,49 @@ REFUSED_SECTIONS: dict[str, str] = {
     "nebula": "checkpoints are files",
     "datastates_ckpt": "checkpoints are files",
 }
+# Those without an "enabled" of their own, and the key that switches them off: 0, 1, false, null, "none" or "auto".
+SWITCHES: dict[str, str] = {
+    "sparse_attention": "mode",
+    "pipeline": "stages",
+    "expert_parallel": "enabled",
+    "tensor_parallel": "autotp_size",
+    "quantize_training": "enabled",
+    "datastates_ckpt": "enabled",
+}
 
 OPTIMIZERS = ("Adam", "AdamW")
 REFUSED_OPTIMIZERS = (
     "Adagrad", "Lion", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD", "Muon",
 )  # fmt: skip
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
+_RATE = (float, list)
+_WARMUP = {
+    "warmup_num_steps": Key("A", 1000, "steps until the highest rate"),
+    "warmup_type": Key("A", "log", "log or linear", choices=("log", "linear")),
+}
+_TOTAL = {"total_num_steps": Key("A", None, "where the schedule ends", int, least=1)}
+SCHEDULERS: dict[str, dict[str, Key]] = {
+    "WarmupLR": {
+        "warmup_min_lr": Key("A", 0.0, "first rate, or one per group", _RATE, numbers=0),
+        "warmup_max_lr": Key(
+            "A", None, "highest rate, or one per group; else each group's lr", _RATE, numbers=0
+        ),
+        **_WARMUP,
+    },
     "WarmupDecayLR": {
-        "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log",
-        "total_num_steps": None,
+        "warmup_min_lr": Key("A", 0.0, "first and last rate, or one per group", _RATE, numbers=0),
+        "warmup_max_lr": Key("A", 1e-3, "highest rate, or one per group", _RATE, numbers=0),
+        **_WARMUP,
+        **_TOTAL,
     },
     "WarmupCosineLR": {
-        "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 1e-4, "warmup_type": "log",
-        "total_num_steps": None,
+        "warmup_min_ratio": Key("A", 0.0, "first share of each group's lr"),
+        "cos_min_ratio": Key("A", 1e-4, "last share of each group's lr"),
+        **_WARMUP,
+        **_TOTAL,
     },
-}  # fmt: skip
+}
+# What "auto" is of them where it is not the default. None: each group's lr, as the HF Trainer fills it in.
+SCHEDULER_AUTO = {"warmup_max_lr": None}
 REFUSED_SCHEDULERS = ("OneCycle", "LRRangeTest")
 
 # Older names, and what each is now.

@@ -1,5 +1,6 @@
 """Hjson, as DeepSpeed reads its configuration: JSON with comments, where commas at line ends and quotes
-around keys and single-line strings may be missing. Duplicate keys are an error."""
+around keys and single-line strings may be missing. A string without quotes is all that follows on its line, commas,
+brackets and comments included. Duplicate keys are an error."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\n]*|//[^\n]*|/\*.*?\*/)+", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _SINGLE = re.compile(r"'((?:[^'\\\n]|\\.)*)'")
 _NAME = re.compile(r"[^\s,:\[\]{}\"']+")
-_SCALAR = re.compile(r"[^,\]}\n]*?(?=[ \t]*(?:,|\]|\}|\n|#|//|/\*|$))")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LITERAL = re.compile(
+    r"(?:true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[ \t]*(?:[,\]}#\r\n]|//|/\*|\Z))"
+)
+_LINE = re.compile(r"[^\n]*")
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -61,12 +64,12 @@ class _Reader:
             if text is None:
                 self.fail("a string has no end on its line")
             return text
-        text = (self.take(_SCALAR) or "").strip()
+        text = self.take(_LITERAL)
+        if text is None:
+            return (self.take(_LINE) or "").strip()
         if text in _WORDS:
             return _WORDS[text]
-        if _NUMBER.fullmatch(text):
-            return float(text) if re.search("[.eE]", text) else int(text)
-        return text
+        return float(text) if re.search("[.eE]", text) else int(text)
 
     def separator(self, end: str) -> bool:
         """Steps over what parts two entries; True at the end of the container."""
@@ -116,8 +119,8 @@ class _Reader:
 
 
 def read_hjson(text: str, source: str) -> dict[str, Any]:
-    """The object in `text`; raises UsageError with source and line."""
-    reader = _Reader(text, source)
+    """The object in `text`, which may begin with a byte order mark; raises UsageError with source and line."""
+    reader = _Reader(text.removeprefix("\ufeff"), source)
     if reader.skip() != "{":
         reader.fail("expected an object that begins with '{'")
     found = reader.members()

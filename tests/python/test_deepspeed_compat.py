@@ -212,6 +212,18 @@ def test_unused_parameters():
         train(make(Unused(), zero_optimization={"ignore_unused_parameters": False}), 1)
 
 
+def test_what_is_ignored_is_said(caplog):
+    """Unknown keys as warnings, with their path; keys of grade B as what they become."""
+    with caplog.at_level("INFO", logger="orlop"):
+        make(zero_optimization={"stage": 2, "reduce_scatter": True}, fp16={"enabeld": True}, stage=3)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("INFO", "config: zero_optimization.reduce_scatter = True: one rank: nothing is communicated"),
+        ("WARNING", "config: fp16.enabeld = True: unknown, ignored; did you mean 'fp16.enabled'?"),
+        ("WARNING", "config: stage = 3: unknown, ignored; did you mean 'zero_optimization.stage'?"),
+    ]
+
+
 def test_lines_and_monitors(tmp_path, capsys):
     engine = make(
         steps_per_print=2, wall_clock_breakdown=True, memory_breakdown=True, dump_state=True, log_level="error",
@@ -250,3 +262,36 @@ def test_schedules(name):
     before = engine.get_lr()
     train(engine, 1, factor=math.nan)
     assert engine.get_lr() == before
+
+
+def last_rates(params, name="WarmupLR"):
+    """The lr of each group when the warm-up is over; the groups begin with 1e-2 and 5e-3."""
+    model = Net()
+    blocks = [*model.blocks.parameters()]
+    others = [p for p in model.parameters() if not any(p is q for q in blocks)]
+    groups = [{"params": others, "lr": 1e-2}, {"params": blocks, "lr": 5e-3}]
+    schedule = {"type": name, "params": {"warmup_num_steps": 2, "warmup_type": "linear", **params}}
+    engine = make(model, torch.optim.AdamW(groups), scheduler=schedule)
+    train(engine, 2)
+    return engine.get_lr()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("WarmupLR", {}, [1e-2, 5e-3]),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, [1e-2, 5e-3]),
+        ("WarmupDecayLR", {"warmup_max_lr": "auto", "total_num_steps": 4}, [1e-2, 5e-3]),
+        ("WarmupDecayLR", {"total_num_steps": 4}, [1e-3, 1e-3]),
+        ("WarmupLR", {"warmup_max_lr": [0.1, "1e-2"]}, [0.1, 0.01]),
+        ("WarmupLR", {"warmup_max_lr": "0.1"}, [0.1, 0.1]),
+    ],
+)
+def test_highest_rate_of_a_warm_up(name, params, expected):
+    """As given, one for all groups or one for each; else the lr of each group."""
+    assert last_rates(params, name) == pytest.approx(expected)
+
+
+def test_a_rate_per_group_needs_every_group():
+    with pytest.raises(orlop.UsageError, match=r"warmup_min_lr has 3 rates, the optimizer 2 groups"):
+        last_rates({"warmup_min_lr": [0.1, 0.2, 0.3]})

@@ -35,7 +35,7 @@ def test_hjson():
     {
       // comment
       "a": 5e8, b: -3   /* comment */
-      c: plain text  # comment
+      c: plain text
       "d": [1, 2.5, 'single', true
             null]
       e: {}, f: [], "g,{": "x # no comment // either \\u00e9",
@@ -45,6 +45,28 @@ def test_hjson():
         "a": 5e8, "b": -3, "c": "plain text", "d": [1, 2.5, "single", True, None], "e": {}, "f": [],
         "g,{": "x # no comment // either \u00e9",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/mnt//a", "/mnt//a"),
+        ("/mnt/b  # all of it", "/mnt/b  # all of it"),
+        ("x#1, y}] ", "x#1, y}]"),
+        ("5 rows", "5 rows"),
+        ("01", "01"),
+        ("nullable", "nullable"),
+        ("5#x", 5),
+        ("-5e-1 // x", -0.5),
+        ("true/* x */", True),
+        ("null ,", None),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_a_string_without_quotes_is_its_line(text, expected, end):
+    """As in Hjson: only after a number, true, false and null may a comma or a comment follow."""
+    found = read_hjson(end.join(("\ufeff{", f"a: {text}", "b: 1", "}")), "t")
+    assert found == {"a": expected, "b": 1}
 
 
 @pytest.mark.parametrize(
@@ -158,12 +180,125 @@ def test_schedulers_refuse_parameters_they_lack(name):
         ("zero_optimization.offload_param", {"device": "cpu"}),
         ("data_types.grad_accum_dtype", "fp8"),
         ("optimizer.params.betas", 0.9),
+        ("optimizer.params.betas", [0.9]),
+        ("optimizer.params.betas", [0.9, 1.0]),
+        ("optimizer.params.betas", ["auto", "auto"]),
+        ("steps_per_print", float("-inf")),
+        ("train_batch_size", float("inf")),
         ("compat", "0.1"),
     ],
 )
 def test_values_that_cannot_work(path, value):
     with pytest.raises(orlop.UsageError, match=path):
         DeepSpeedConfig.read(nested(path, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("warmup_max_lr", "much", "float or list is needed"),
+        ("warmup_max_lr", -1, "finite number from 0"),
+        ("warmup_max_lr", [0.1, None], r"\[1\] = None: float is needed"),
+        ("warmup_min_lr", float("inf"), "finite number"),
+        ("warmup_num_steps", 2.5, "int is needed"),
+        ("warmup_num_steps", [1], "int is needed"),
+        ("warmup_type", "cosine", "not one of log, linear"),
+        ("total_num_steps", 0, "from 1"),
+    ],
+)
+def test_scheduler_parameters_that_cannot_work(key, value, message):
+    with pytest.raises(orlop.UsageError, match=rf"scheduler\.params\.{key}.*{message}"):
+        read(scheduler={"type": "WarmupDecayLR", "params": {key: value}})
+
+
+def test_values_of_the_scheduler_are_read_as_all_others():
+    """Numbers in quotes, a rate per group, "auto"; None: the lr of the optimizer."""
+    params = {
+        "warmup_min_lr": "1e-5",
+        "warmup_max_lr": [0.1, "1e-2"],
+        "warmup_num_steps": "5e1",
+        "_note": "x",
+    }
+    found = read(scheduler={"type": "WarmupLR", "params": params}).scheduler_params()
+    assert found == {
+        "warmup_min_lr": 1e-5, "warmup_max_lr": [0.1, 0.01], "warmup_num_steps": 50, "warmup_type": "log",
+    }  # fmt: skip
+    assert type(found["warmup_num_steps"]) is int
+    for name, missing in (("WarmupLR", None), ("WarmupDecayLR", 1e-3)):
+        assert read(scheduler={"type": name}).scheduler_params()["warmup_max_lr"] == missing
+        auto = read(scheduler={"type": name, "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}})
+        assert auto.scheduler_params()["warmup_max_lr"] is None
+        assert auto.scheduler_params()["warmup_min_lr"] == 0.0
+
+
+def test_betas_in_quotes_and_lines_that_never_come():
+    assert read(optimizer={"params": {"betas": ["0.5", 0]}})["optimizer.params.betas"] == [0.5, 0.0]
+    for endless in (float("inf"), "Infinity"):
+        assert read(steps_per_print=endless)["steps_per_print"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "example"),
+    [
+        ({"fp16": True}, {"fp16": {"enabled": True}}),
+        ({"bf16": "auto"}, {"bf16": {"enabled": False}}),
+        ({"bfloat16": True}, {"bf16": {"enabled": True}}),
+        ({"zero_optimization": 2}, {"zero_optimization": {"stage": 2}}),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}},
+         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        ({"optimizer": "AdamW"}, {"optimizer": {"type": "AdamW"}}),
+        ({"optimizer": ["AdamW"]}, {"optimizer": {"type": "..."}}),
+        ({"scheduler": "WarmupLR"}, {"scheduler": {"type": "WarmupLR"}}),
+        ({"csv_monitor": True}, {"csv_monitor": {"enabled": True}}),
+    ],
+)  # fmt: skip
+def test_a_value_where_a_section_is_needed(values, example):
+    with pytest.raises(orlop.UsageError, match="a section is needed") as raised:
+        DeepSpeedConfig.read(values)
+    assert str(raised.value).endswith(json.dumps(example))
+
+
+def test_a_section_may_be_empty_or_null():
+    assert read(fp16=None, scheduler={}, zero_optimization={"offload_param": None}).findings == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tensor_parallel": {"autotp_size": 4}},
+        {"tensor_parallel": {"tp": {"tp_size": 2}}},
+        {"pipeline": {"stages": 4}},
+        {"pipeline": {"stages": 4, "seed_layers": False}},
+        {"sparse_attention": {"mode": "fixed"}},
+        {"sparse_attention": {"block": 16}},
+        {"quantize_training": {"quantize_bits": {"start_bits": 12}}},
+        {"datastates_ckpt": {"host_cache_size": 16}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+        {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+    ],
+    ids=str,
+)
+def test_refused_sections_that_ask_for_something(values):
+    with pytest.raises(orlop.UsageError, match=f"{next(iter(values))}.* is refused"):
+        DeepSpeedConfig.read(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tensor_parallel": {"autotp_size": 0, "preset_model": "llama"}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"pipeline": {"stages": "auto", "partition": "best", "seed_layers": False}},
+        {"sparse_attention": {"mode": None, "block": 16}},
+        {"sparse_attention": {}},
+        {"quantize_training": {"enabled": False, "quantize_bits": {"start_bits": 12}}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "x": 3}}}},
+        {"wandb": {"project": "x"}},
+    ],
+    ids=str,
+)
+def test_refused_sections_that_are_off(values):
+    assert {finding.grade for finding in DeepSpeedConfig.read(values).findings} == {"R"}
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -227,7 +362,31 @@ def test_unknown_keys():
     for values in ({"strict": True, "foo": 1}, {"zero_optimization": {"stgae": 2}}):
         with pytest.raises(orlop.UsageError, match="unknown key"):
             DeepSpeedConfig.read(values)
+    assert read(zero_optimization={}, foo={}).findings[0].path == "foo"
+    with pytest.raises(orlop.UsageError, match=r"offload_optimzer'; did you mean '.*offload_optimizer'"):
+        read(zero_optimization={"offload_optimzer": {}})
+    with pytest.raises(orlop.UsageError, match=r"params\.weight_decy'.*weight_decay"):
+        read(optimizer={"type": "AdamW", "params": {"weight_decy": 0.1}})
+    with pytest.raises(orlop.UsageError, match="'OneBitAdam' is refused"):
+        read(optimizer={"params": {"freeze_step": 1}, "type": "OneBitAdam"})
     assert read(_comment="x", zero_optimization={"_note": 1}).findings[0].grade == "-"
+
+
+@pytest.mark.parametrize(
+    ("values", "near"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimization"),
+        ({"fp16": {"enabeld": True}}, "fp16.enabled"),
+        ({"optimizer": {"param": {"lr": 1}}}, "optimizer.params"),
+        ({"stage": 3}, "zero_optimization.stage"),
+        ({"enabled": True}, None),
+        ({"mine": {"enabled": True}}, None),
+    ],
+)
+def test_hints(values, near):
+    """At the level of the first part that is unknown; else the only key of such a name."""
+    (finding,) = DeepSpeedConfig.read(values).findings
+    assert finding.text == "unknown, ignored" + (f"; did you mean {near!r}?" if near else "")
 
 
 def test_defaults_of_releases():

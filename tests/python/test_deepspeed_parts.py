@@ -23,7 +23,7 @@ from orlop import deepspeed_compat as deepspeed  # noqa: E402
 
 def test_initialize_with_data_and_arguments(tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 8, "gradient_accumulation_steps": 2, optimizer: {type: AdamW}}')
+    path.write_text('{"train_batch_size": 8, "gradient_accumulation_steps": 2, optimizer: {type: "AdamW"}}')
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     dataset = [data(i) for i in range(10)]

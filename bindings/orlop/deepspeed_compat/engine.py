@@ -26,6 +26,11 @@ def make_engine(model, config, optimizer=None, parameters=None, scheduler=None) 
     """An engine as initialize() returns it."""
     if config["log_level"]:
         _log.setLevel(config["log_level"].upper())
+    for finding in config.findings:
+        if finding.grade == "?":
+            _log.warning("%s: %s = %r: %s", config.source, finding.path, finding.value, finding.text)
+        elif finding.grade == "B":
+            _log.info("%s: %s = %r: %s", config.source, finding.path, finding.value, finding.text)
     if config["dump_state"]:
         print("\n".join(explain(config)), flush=True)
     dtype = torch.float16 if config["fp16.enabled"] else torch.bfloat16 if config["bf16.enabled"] else None
