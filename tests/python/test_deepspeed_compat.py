@@ -201,6 +201,22 @@ def test_accumulation_in_the_hands_of_the_caller():
     assert_close(weights(own), plain(4))
 
 
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_backward_of_the_caller(managed):
+    """scale() is what the engine's own backward() starts from."""
+    engines = [
+        make(gradient_accumulation_steps=4, managed_gradient_accumulation=managed, fp16={"enabled": True})
+        for _ in range(2)
+    ]
+    x, y = data(0, torch.float16)
+    gradients = []
+    for engine, own in zip(engines, (False, True), strict=True):
+        loss = ((engine(x).float() - y) ** 2).mean()
+        engine.scale(loss).backward() if own else engine.backward(loss)
+        gradients.append(engine.optimizer.gradient(engine.module.out.bias))
+    assert torch.equal(*gradients)
+
+
 def test_unused_parameters():
     class Unused(Net):
         def __init__(self):

@@ -38,6 +38,56 @@ def test_initialize_with_data_and_arguments(tmp_path):
     assert engine.get_lr() == [5e-4]
 
 
+def rows(loader):
+    return [value for batch in loader for value in batch.flatten().tolist()]
+
+
+def test_training_data_is_shuffled():
+    """In a new order each pass, which torch's seed decides."""
+    config = {"train_micro_batch_size_per_gpu": 4}
+    dataset = torch.arange(50)
+
+    def passes():
+        torch.manual_seed(3)
+        _, _, loader, _ = deepspeed.initialize(
+            model=torch.nn.Linear(1, 1),
+            config=config,
+            training_data=dataset,
+            collate_fn=lambda x: -torch.stack(x),
+        )
+        torch.manual_seed(3)
+        return [rows(loader) for _ in range(2)]
+
+    first, second = passes()
+    assert sorted(first) == sorted(second) == sorted((-dataset).tolist())
+    assert first != second and (-dataset).tolist() not in (first, second)
+    assert passes() == [first, second]
+
+
+def test_arguments_of_deepspeed_io():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(10))
+
+    engine = make(dataloader_drop_last=True)
+    dataset, in_order = torch.arange(50), list(range(50))
+    assert rows(engine.deepspeed_io(Endless())) == list(range(8))
+    assert rows(engine.deepspeed_io(dataset, 5, "eval")) == in_order
+    assert rows(engine.deepspeed_io(dataset, 5, route="predict", num_local_io_workers=1)) == in_order
+    sampler = torch.utils.data.SequentialSampler(dataset)
+    assert (
+        rows(engine.deepspeed_io(dataset, batch_size=25, data_sampler=sampler, pin_memory=False)) == in_order
+    )
+    pairs = engine.deepspeed_io(dataset, 2, data_sampler=sampler, collate_fn=lambda x: torch.stack(x) + 1)
+    assert [len(batch) for batch in pairs] == [2] * 25 and rows(pairs) == [i + 1 for i in in_order]
+    assert sorted(rows(engine.deepspeed_io(dataset, 5))) == in_order != rows(engine.deepspeed_io(dataset, 5))
+    with pytest.raises(orlop.UsageError, match="route 'test'"):
+        engine.deepspeed_io(dataset, route="test")
+    bare, *_ = deepspeed.initialize(model=Net(), config={})
+    with pytest.raises(orlop.UsageError, match="train_micro_batch_size_per_gpu"):
+        bare.deepspeed_io(dataset)
+
+
 def test_mistakes_are_named(monkeypatch):
     with pytest.raises(orlop.UsageError, match="model is missing"):
         deepspeed.initialize(config={})
@@ -353,6 +403,51 @@ def test_resume_inside_an_accumulation_window(phase, precision, streams, tmp_pat
         for a, b in zip(other.module_state_dict().values(), final, strict=True):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
         assert other.global_steps == 5
+
+
+SCALES = {
+    "dynamic": {"fp16": {"enabled": True, "initial_scale_power": 10}},
+    "static": {"fp16": {"enabled": True, "loss_scale": 128}},
+    "bf16": {"bf16": {"enabled": True}},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "scale"),
+    [
+        ("dynamic", "static", 128),
+        ("static", "dynamic", 1024),
+        ("bf16", "dynamic", 1024),
+        ("none", "static", 128),
+        ("static", "bf16", 1),
+        ("dynamic", "dynamic", 2048),
+    ],
+)
+@pytest.mark.parametrize("told", [True, False], ids=["told", "format 1"])
+def test_the_loss_scale_goes_on_only_from_dynamic_to_dynamic(saved, here, scale, told, tmp_path):
+    """Else the configuration's holds, and the gradients of the window under way are brought to it."""
+    import json
+
+    options = {"gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
+    engine = make(**SCALES[saved], **options)
+    engine.loss_scaler.window = 2
+    train(engine, 7)
+    p = engine.module.out.bias
+    expected = engine.optimizer.gradient(p).float() / engine.loss_scaler.scale
+    engine.save_checkpoint(tmp_path, tag="t")
+    if not told:
+        path = tmp_path / "t" / "state.json"
+        state = json.loads(path.read_text())
+        del state["loss_scaler"]["dynamic"]
+        path.write_text(json.dumps(state))
+    other = make(**SCALES[here], **options)
+    other.load_checkpoint(tmp_path)
+    assert other.loss_scaler.scale == scale
+    gradient = other.optimizer.gradient(other.module.out.bias).float() / scale
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-2)
+    train(other, 1)
+    assert other.was_step_applied()
 
 
 def test_frozen_buffers_shared_and_views(tmp_path):

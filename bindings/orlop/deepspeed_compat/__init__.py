@@ -52,7 +52,7 @@ def initialize(
 ):
     """(engine, optimizer, data loader or None, scheduler or None).
 
-    optimizer: a torch AdamW or Adam (its groups and state are taken over), one of Orlop, or a callable that
+    training_data: a dataset, which the loader shuffles anew each pass unless it is iterable. optimizer: a torch AdamW or Adam (its groups and state are taken over), one of Orlop, or a callable that
     makes one from parameters; else the configuration's. lr_scheduler: a scheduler or a callable of the
     optimizer; else the configuration's.
     """
@@ -71,7 +71,8 @@ def initialize(
         )
     init_distributed()
     engine = make_engine(model, DeepSpeedConfig.read(config), optimizer, model_parameters, lr_scheduler)
-    loader = engine.deepspeed_io(training_data, collate_fn) if training_data is not None else None
+    engine.collate_fn = collate_fn
+    loader = engine.deepspeed_io(training_data) if training_data is not None else None
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -53,6 +53,7 @@ class DeepSpeedEngine(torch.nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
         self.config = config
+        self.collate_fn = None
         self.loss_scaler = LossScaler(config)
         self.monitors = make_monitors(config)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -98,8 +99,8 @@ class DeepSpeedEngine(torch.nn.Module):
         return divided
 
     def scale(self, loss):
-        """The loss that a caller's own backward() is to start from."""
-        return loss * (self.loss_scaler.scale / self._accumulation)
+        """The loss that a caller's own backward() is to start from, as that of the engine does."""
+        return loss * (self.loss_scaler.scale / (self._accumulation if self._manages_accumulation() else 1))
 
     def step(self, lr_kwargs=None):
         """Ends a micro-batch; at the boundary of the accumulation clips, updates and clears gradients."""
@@ -226,13 +227,32 @@ class DeepSpeedEngine(torch.nn.Module):
             )
         return self.optimizer
 
-    def deepspeed_io(self, dataset, collate_fn=None):
-        """A loader of micro-batches."""
-        size = self.train_micro_batch_size_per_gpu()
+    def deepspeed_io(self, dataset, batch_size=None, route="train", pin_memory=True, data_sampler=None,
+                     collate_fn=None, num_local_io_workers=None):  # fmt: skip
+        """A loader of micro-batches, or of `batch_size` rows.
+
+        route "train": in a new order each pass, drawn from torch's generator, unless a sampler is given or the dataset
+        is iterable; "eval" and "predict": in order. pin_memory: where there is a GPU. collate_fn: else that of
+        initialize(). num_local_io_workers: processes that read; None: none but this one.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise errors.UsageError(f"deepspeed_io: route {route!r} is not one of train, eval, predict")
+        size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
         if size is None:
-            raise errors.UsageError("training_data needs train_micro_batch_size_per_gpu or train_batch_size")
+            raise errors.UsageError(
+                "a data loader needs train_micro_batch_size_per_gpu or train_batch_size in the configuration, or "
+                "deepspeed_io(..., batch_size=ROWS)"
+            )
+        iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         return torch.utils.data.DataLoader(
-            dataset, batch_size=size, collate_fn=collate_fn, drop_last=self.config["dataloader_drop_last"]
+            dataset,
+            batch_size=size,
+            shuffle=route == "train" and data_sampler is None and not iterable,
+            sampler=data_sampler,
+            num_workers=num_local_io_workers or 0,
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            drop_last=self.config["dataloader_drop_last"],
         )
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -294,16 +314,21 @@ class DeepSpeedEngine(torch.nn.Module):
             scheduler.load_state_dict(state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "micro_steps", "skipped_steps"):
             setattr(self, name, state[name])
-        self._load_gradients(checkpoint.read_tensors(path, state, "gradients"))
         self.loss_scaler.load_state_dict(state["loss_scaler"])
+        factor = self.loss_scaler.scale / state["loss_scaler"]["scale"]
+        self._load_gradients(checkpoint.read_tensors(path, state, "gradients"), factor)
         return str(path), state["client_state"]
 
-    def _load_gradients(self, gradients):
+    def _load_gradients(self, gradients, factor):
+        """factor: this loss scale over the one that they have."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         for name, p in self.module.named_parameters():
             if p.requires_grad and name in gradients:
-                saved = gradients[name].to(device=p.device, dtype=p.dtype)
+                saved = gradients[name]
+                if factor != 1.0:
+                    saved = saved.float() * factor
+                saved = saved.to(device=p.device, dtype=p.dtype)
                 p.grad = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=p.device).copy_(
                     saved
                 )

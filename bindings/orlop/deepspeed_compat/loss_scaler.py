@@ -49,8 +49,20 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict:
-        return {"scale": self.scale, "left": self._left, "good": self._good, "failures": self._failures}
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "left": self._left,
+            "good": self._good,
+            "failures": self._failures,
+        }
 
     def load_state_dict(self, state: dict) -> None:
+        """Goes on from a dynamic scale where this one is dynamic, too; else the configuration's stays."""
+        was_dynamic = state.get(
+            "dynamic", state["good"] > 0
+        )  # format 1 does not say; only dynamic ones count
+        if not (self.dynamic and was_dynamic):
+            return
         self.scale, self._left = float(state["scale"]), int(state["left"])
         self._good, self._failures = int(state["good"]), int(state["failures"])
