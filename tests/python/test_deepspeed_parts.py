@@ -262,7 +262,10 @@ def test_client_state_comes_back_as_it_was(tmp_path):
     back = engine.load_checkpoint(tmp_path)[1]
     assert back == client and [type(key) for key in back] == [type(key) for key in client]
     assert type(back["c"]) is Counter and type(back["t"][1]) is tuple
+    endless = {}
+    endless["x"] = [endless]
     for bad, place in (
+        (endless, "contains itself"),
         ({"x": [{1: {2}}]}, r"client_state\['x'\]\[0\]\[1\] is a set"),
         ({frozenset(): 1}, "client_state, a key is a frozenset"),
     ):

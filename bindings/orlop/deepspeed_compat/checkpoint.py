@@ -155,7 +155,10 @@ def write(
     """
     recover(folder)
     check_tag(folder, tag)
-    state = {key: _encoded(value, key) for key, value in state.items()}
+    try:
+        state = {key: _encoded(value, key) for key, value in state.items()}
+    except RecursionError:
+        raise errors.UsageError("save_checkpoint: client_state or another state contains itself") from None
     folder.mkdir(parents=True, exist_ok=True)
     partial, final = folder / f"{_PARTIAL}{tag}", folder / tag
     for left_over in folder.glob(f"{_PARTIAL}*"):
