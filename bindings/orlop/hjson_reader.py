@@ -123,7 +123,10 @@ def read_hjson(text: str, source: str) -> dict[str, Any]:
     reader = _Reader(text.removeprefix("\ufeff"), source)
     if reader.skip() != "{":
         reader.fail("expected an object that begins with '{'")
-    found = reader.members()
+    try:
+        found = reader.members()
+    except RecursionError:
+        reader.fail("too many brackets inside of each other")
     if reader.skip() != "":
         reader.fail(f"unexpected {reader.text[reader.at : reader.at + 20]!r} after the end")
     return found

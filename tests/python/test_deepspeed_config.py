@@ -422,3 +422,8 @@ def test_the_dtype_of_communication_names_the_option_of_ranks():
 def test_configuration_needs_no_torch():
     code = "import sys, orlop.deepspeed_config; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_brackets_without_end():
+    with pytest.raises(orlop.UsageError, match=r"deep\.json.*too many brackets"):
+        read_hjson('{"a": ' + "[" * 100_000, "deep.json")

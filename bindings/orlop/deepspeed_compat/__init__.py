@@ -52,9 +52,10 @@ def initialize(
 ):
     """(engine, optimizer, data loader or None, scheduler or None).
 
-    training_data: a dataset, which the loader shuffles anew each pass unless it is iterable. optimizer: a torch AdamW or Adam (its groups and state are taken over), one of Orlop, or a callable that
+    optimizer: a torch AdamW or Adam (its groups and state are taken over), one of Orlop, or a callable that
     makes one from parameters; else the configuration's. lr_scheduler: a scheduler or a callable of the
-    optimizer; else the configuration's.
+    optimizer; else the configuration's. training_data: a dataset, which the loader shuffles anew each pass unless
+    it is iterable.
     """
     if model is None:
         raise errors.UsageError("deepspeed_compat.initialize: model is missing")
