@@ -45,6 +45,16 @@ class PassingHooks:
             module._forward_pre_hooks.pop(key, None)
 
 
+class GateHook(functools.partial):
+    """A hook of the module that knows its gate. Its copy, in a module that is copied or saved, does nothing; the weights
+    of all parts inside of that module are waited for before they are read."""
+
+    def __reduce__(self):
+        if self.args:
+            _before_access(self.args[0])
+        return GateHook, (_does_nothing,)
+
+
 class ForwardGate:
     """Forward pre-hooks: the model waits for the weights outside of its blocks, a block for its own. So does every
     module that holds weights itself, for loops that call parts of a model, until they are there."""
@@ -71,7 +81,7 @@ class ForwardGate:
         self._inside: list[PassingHooks] = []  # by unit
         in_blocks = {m for block, _ in units[1:] for m in block.modules()}
         for unit, (part, _) in enumerate(units):
-            wait = functools.partial(_before_forward, reference, unit)
+            wait = GateHook(_before_forward, reference, unit)
             self.handles.append(part.register_forward_pre_hook(wait))
             holders = [m for m in part.modules() if m is not part and m._parameters]
             self._inside.append(PassingHooks([m for m in holders if unit > 0 or m not in in_blocks], wait))
@@ -81,7 +91,7 @@ class ForwardGate:
                 part, "register_load_state_dict_pre_hook", part._register_load_state_dict_pre_hook
             )
             for register in (part.register_state_dict_pre_hook, on_load):
-                self.handles.append(register(functools.partial(_before_access, reference)))
+                self.handles.append(register(GateHook(_before_access, reference)))
 
     def has_slot(self, slot) -> None:
         """A slot whose gradients leave: when the forward of its part begins and they have been dropped, their memory
@@ -149,3 +159,7 @@ def _before_access(gate, *_):
     gate = gate()
     if gate is not None:
         gate.synchronize()
+
+
+def _does_nothing(*_):
+    pass

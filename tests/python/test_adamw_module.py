@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -61,6 +64,34 @@ def test_hidden_update_has_the_bits_of_the_plain_one():
     assert got == expected
     optimizer.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain_model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda module: pickle.loads(pickle.dumps(copy.deepcopy(module))),
+    ],
+    ids=["deepcopy", "pickle", "both"],
+)
+def test_a_copy_of_the_module_has_whole_weights_and_no_gate(copied):
+    _, plain_model, _ = losses(simple, plain, steps=1)
+    whole = torch.nn.ModuleList([Model()])
+    optimizer = orlop.AdamW(whole.parameters(), lr=1e-3, module=whole[0])
+    simple(whole[0], torch.full((2, 8), 0.1)).backward()
+    optimizer.step()
+    assert optimizer._gate._pending
+    model = copied(whole)[0]
+    for name, value in plain_model.blocks.state_dict().items():
+        assert torch.equal(model.blocks.state_dict()[name], value), name
+    simple(whole[0], torch.ones(2, 8)).backward()
+    optimizer.step()
+    assert optimizer._gate._pending
+    model(torch.ones(2, 8))
+    model.load_state_dict(model.state_dict())
+    assert optimizer._gate._pending, "nobody has waited"
+    optimizer.close()
 
 
 def test_reads_of_the_whole_model_wait():
