@@ -18,6 +18,8 @@ _REFUSED = {
     "fused": "the update is one fused pass already; leave it at None",
 }
 
+_ROUNDINGS = 1e-12  # of a learning rate, all of a schedule
+
 
 def check_choice(name, value, known):
     if value not in known:
@@ -35,14 +37,16 @@ def refuse_several_ranks():
         )
 
 
-def check_hyperparameters(group, where):
-    """torch's ranges and exceptions; options that are not there are refused by name."""
+def check_hyperparameters(group, where, first_lr):
+    """torch's ranges and exceptions; options that are not there are refused by name. A rate that a scheduler takes to
+    zero may end below it, by roundings of what it began with: `first_lr`, where no scheduler tells."""
     for option, reason in _REFUSED.items():
         if group.get(option):
             raise errors.UsageError(f"{where}: {option}=True is not supported by orlop.AdamW: {reason}")
     beta1, beta2 = group["betas"]
+    lr, least_lr = group["lr"], -_ROUNDINGS * group.get("initial_lr", first_lr)
     for name, value, fits in (
-        ("learning rate", group["lr"], group["lr"] >= 0 and math.isfinite(group["lr"])),
+        ("learning rate", lr, lr >= least_lr and math.isfinite(lr)),
         ("epsilon value", group["eps"], group["eps"] >= 0 and math.isfinite(group["eps"])),
         ("beta parameter at index 0", beta1, 0 <= beta1 < 1),
         ("beta parameter at index 1", beta2, 0 <= beta2 < 1),

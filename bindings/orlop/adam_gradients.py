@@ -75,7 +75,7 @@ class GradientSide:
             self._adopt(late)
         work = []
         for index, group in enumerate(self.param_groups):
-            check_hyperparameters(group, f"group {index}")
+            check_hyperparameters(group, f"group {index}", self.defaults["lr"])
             for p in group["params"]:
                 if p.grad is None:
                     continue

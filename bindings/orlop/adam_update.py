@@ -103,7 +103,7 @@ class UpdateSide:
         """Of the update that is the parameter's `step`th; on the host the seed is the tensor's own."""
         beta1, beta2 = group["betas"]
         return _orlop.AdamHyper(
-            lr=float(group["lr"]),
+            lr=max(0.0, float(group["lr"])),  # a scheduler's zero may be below it by roundings
             beta1=float(beta1),
             beta2=float(beta2),
             eps=float(group["eps"]),

@@ -189,7 +189,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     def _check_groups(self, groups):
         named = []
         for index, group in enumerate(groups):
-            check_hyperparameters(group, f"group {index}")
+            check_hyperparameters(group, f"group {index}", self.defaults["lr"])
             for position, p in enumerate(group["params"]):
                 name = self._name(p, index, position)
                 torch_support.check_parameter(p, name)

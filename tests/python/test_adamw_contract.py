@@ -40,8 +40,9 @@ SCHEDULERS = pytest.mark.parametrize(
         lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
         lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
         lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.3, 0.0, total_iters=8),
     ],
-    ids=["lambda", "onecycle", "plateau", "restarts", "exponential"],
+    ids=["lambda", "onecycle", "plateau", "restarts", "exponential", "linear"],
 )
 
 
@@ -64,6 +65,28 @@ def test_schedulers(make):
             scheduled(p, o, make(o), 10)
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_a_learning_rate_below_zero_by_rounding():
+    """At a step, with a scheduler and without, and when such a run goes on; more than that is refused."""
+    (ours, optimizer), (theirs, reference) = pair()
+    for p, o in ((ours, optimizer), (theirs, reference)):
+        scheduler = torch.optim.lr_scheduler.LinearLR(o, 0.3, 0.0, total_iters=20)
+        scheduled(p, o, scheduler, 24)
+        assert -1e-17 < o.param_groups[0]["lr"] < 0
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0].pop("initial_lr")
+    before = ours.detach().clone()
+    backward(ours)
+    optimizer.step()
+    assert torch.equal(ours, before)
+    for lr in (-2e-15, -1e-3, float("nan"), float("inf")):
+        optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises(ValueError, match="learning rate"):
+            optimizer.step()
+    with pytest.raises(ValueError, match="learning rate"):
+        orlop.AdamW([ours], lr=-1e-18)
 
 
 @SCHEDULERS
