@@ -17,6 +17,7 @@ from .adam_update import UpdateSide  # isort: skip
 from .drive_options import state_drives  # isort: skip
 from .forward_gate import ForwardGate  # isort: skip
 from .gradient_batch import Collector, Unit  # isort: skip
+from .offloaded_gradient import OffloadedGradient  # isort: skip
 from .older_torch import names_beside  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .placement import Placement, states_limit  # isort: skip
@@ -292,10 +293,12 @@ def _leave_weights(owner, stream):
 
 def _shut_down(owner, hooks, links, parts):
     """The end of an optimizer, called once: by close(), by the collector or at exit. Not in a fork, which has
-    neither its thread nor its memory."""
+    neither its thread nor its memory. Gradients that are away go with it."""
     if os.getpid() != owner:
         return
-    for handles in hooks.values():
+    for p, handles in hooks.items():
+        if p is not None and isinstance(p.grad, OffloadedGradient) and p.grad.is_of(handles):
+            p.grad = None
         for handle in handles:
             handle.remove()
     hooks.clear()

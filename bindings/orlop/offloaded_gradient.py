@@ -91,6 +91,11 @@ class OffloadedGradient(torch.Tensor):
             raise errors.UsageError("the optimizer that held this gradient is gone")
         return slot
 
+    def is_of(self, hooks: list) -> bool:
+        """Whether it stands for the gradient of a slot with one of these hooks, or of one that is gone."""
+        slot = self._slot_reference()
+        return slot is None or slot.hook in hooks
+
     def __repr__(self, **_):
         with torch._C.DisableTorchFunctionSubclass():
             return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

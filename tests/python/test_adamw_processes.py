@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 
@@ -64,6 +66,34 @@ def test_twenty_optimizers_leave_nothing_behind(end):
     assert last[3] <= blocks + 400 and last[4] == tensors, after
     assert not any(m._forward_pre_hooks for m in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_gradients_that_are_away_go_with_their_optimizer(cycle):
+    """The model can be trained and converted without it; those of another optimizer stay."""
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    optimizers = [orlop.AdamW(model.parameters(), gradients="leave") for model in models]
+    later = orlop.AdamW([models[0].bias], gradients="leave")
+    for model in models:
+        model(torch.ones(2, 4)).sum().backward()
+    later.zero_grad()
+    models[0].bias.sum().backward()
+    while optimizers:
+        optimizer = optimizers.pop()
+        if cycle:
+            optimizer.itself = optimizer
+    del optimizer
+    gc.collect()
+    assert models[0].weight.grad is models[1].weight.grad is models[1].bias.grad is None
+    assert torch.equal(later.gradient(models[0].bias), torch.ones(3))
+    for model in models:
+        model.zero_grad(set_to_none=False)
+        model.half().float()
+        model(torch.ones(2, 4)).sum().backward()
+    reference = weakref.ref(models.pop().weight)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 @GRADIENTS
