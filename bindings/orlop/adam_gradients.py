@@ -85,7 +85,7 @@ class GradientSide:
                     self._check_gradient(p)
                     if slot.link and self._leaves(p):
                         take([slot])
-                    elif slot.link:
+                    if slot.link and not slot.is_away:
                         slot.lend_gradient()
                 slot.settle()
                 work.append((slot, group))

@@ -41,7 +41,7 @@ def _take_each(slots: list) -> None:
     for slot in slots:
         slot.forget_dropped()
         grad = slot.plain_gradient()
-        if grad is None:
+        if grad is None or (slot.added is None and slot.param.grad.requires_grad):  # it is part of a graph
             continue
         taken.append(slot)
         slot.added = slot.square_sum = None

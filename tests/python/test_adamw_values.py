@@ -188,6 +188,31 @@ def test_any_edit_of_a_gradient_that_has_left(edit):
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
+def test_a_gradient_that_is_part_of_a_graph_stays(away, hidden):
+    """backward(create_graph=True), a penalty of its gradients, and what comes after it; beside one without a graph."""
+    results = []
+    for make in (torch.optim.AdamW, orlop.AdamW):
+        torch.manual_seed(2)
+        model = torch.nn.ParameterList([torch.randn(6), torch.randn(6)])
+        p, q = model
+        hides = {"module": model} if hidden and make is orlop.AdamW else {}
+        optimizer = make(model.parameters(), lr=1e-2, **hides)
+        for step in range(4):
+            ((p - 1).square().sum() + q.sum()).backward()
+            if step != 1:
+                p.sin().sum().backward(create_graph=True)
+                assert type(p.grad) is torch.Tensor and p.grad.requires_grad
+                p.grad.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if make is orlop.AdamW:
+                optimizer.synchronize()
+        results.append([p.detach(), q.detach()])
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+
+
 def test_gradient_that_has_left_reads_as_a_tensor():
     """Case B-08: shape, dtype, device, values, norm."""
     p = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
