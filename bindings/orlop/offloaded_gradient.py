@@ -54,15 +54,32 @@ METADATA = {
     ]
     if hasattr(torch.Tensor, name)
 }
+# What hands out the memory, and not as a tensor.
+_HANDS_OUT_MEMORY = {
+    getattr(torch.Tensor, name)
+    for name in [
+        "__array__",
+        "__dlpack__",
+        "_typed_storage",
+        "data_ptr",
+        "numpy",
+        "storage",
+        "untyped_storage",
+    ]
+    if hasattr(torch.Tensor, name)
+} | {torch.Tensor.__cuda_array_interface__.__get__}
 
 
 class OffloadedGradient(torch.Tensor):
     """The gradient of one parameter whose elements have left for host memory.
 
     It has the parameter's shape, dtype and device. Norms and scaling, which are what clipping and
-    loss scaling do, work where the elements are. Reading brings a copy; any other change in place
-    brings the gradient back into `p.grad` as a plain tensor and works on that.
+    loss scaling do, work where the elements are. Reading brings a copy; any other change in place, and
+    any alias through which one may come (`.data`, a view), brings the gradient back into `p.grad` as a
+    plain tensor and works on that, as does whoever has kept this one.
     """
+
+    _plain: torch.Tensor | None = None  # what was put into `p.grad` in its place, until that is taken
 
     @staticmethod
     def make(slot) -> OffloadedGradient:
@@ -74,6 +91,10 @@ class OffloadedGradient(torch.Tensor):
         uses = 2 if parameter.grad is slot.made else 1
         if _use_count is not None and getrefcount(slot.made) == 2 and _use_count(slot.made) == uses:
             return slot.made
+        if slot.brought_back is not None:
+            earlier, slot.brought_back = slot.brought_back(), None
+            if earlier is not None:
+                earlier._plain = None
         gradient = torch.Tensor._make_wrapper_subclass(
             OffloadedGradient, parameter.size(), strides=parameter.stride(), dtype=parameter.dtype,
             device=parameter.device,
@@ -113,23 +134,26 @@ class OffloadedGradient(torch.Tensor):
                 return result
         name = getattr(func, "__name__", "")
         changes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
-        bring = _restore if changes or "out" in kwargs or name == "__set__" else _read
-        brought: dict[int, torch.Tensor] = {}  # one tensor for each gradient, however often it occurs
+        changes = changes or "out" in kwargs or name == "__set__" or func in _HANDS_OUT_MEMORY
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
+            return _call(func, args, kwargs, _restore if changes else _read)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         """What torch does from C++: autograd adds the gradient of another backward. Others read."""
         if func is _ADD_IN_PLACE and isinstance(args[0], OffloadedGradient) and not kwargs:
-            args[0]._slot.accumulate(*args)
+            if args[0]._plain is not None:  # put into `p.grad` again by who has kept it
+                args[0]._plain.add_(args[1])
+            else:
+                args[0]._slot.accumulate(*args)
             return args[0]
         if func._schema.is_mutable:
+            name = next(arg._slot.name for arg in _offloaded(args, kwargs or {}))
             raise errors.UsageError(
-                f"{func} cannot change a gradient whose elements are away; clone it first"
+                f"{func} cannot change the gradient of {name}, whose elements are away; give the optimizer "
+                'gradients="stay", which DistributedDataParallel needs, or clone the gradient first'
             )
-        brought: dict[int, torch.Tensor] = {}
-        return func(*_map(_read, args, brought), **_map(_read, kwargs or {}, brought))
+        return _call(func, args, kwargs or {}, _read)
 
 
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -141,16 +165,51 @@ _IN_PLACE_DUNDERS = {
 }  # fmt: skip
 
 
+def _call(func, args, kwargs, bring):
+    """What `func` returns for the gradients that `bring` brings. What shares memory with a copy that was to be read is
+    an alias of the gradient: then the copy becomes `p.grad`."""
+    brought: dict[int, tuple] = {}  # gradient and tensor; one tensor for each, however often it occurs
+    result = func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
+    if bring is _read:
+        for gradient, tensor in brought.values():
+            if _shares_memory(result, tensor):
+                gradient._slot.put_back(gradient, tensor)
+    return result
+
+
 def _map(bring, value, brought):
     if isinstance(value, OffloadedGradient):
+        if value._plain is not None:
+            return value._plain
         if id(value) not in brought:
-            brought[id(value)] = bring(value)
-        return brought[id(value)]
+            brought[id(value)] = value, bring(value)
+        return brought[id(value)][1]
     if isinstance(value, (list, tuple)):
         return type(value)(_map(bring, item, brought) for item in value)
     if isinstance(value, dict):
         return {key: _map(bring, item, brought) for key, item in value.items()}
     return value
+
+
+def _offloaded(*values):
+    """The gradients in arguments."""
+    for value in values:
+        if isinstance(value, OffloadedGradient):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _offloaded(*value)
+        elif isinstance(value, dict):
+            yield from _offloaded(*value.values())
+
+
+def _shares_memory(result, tensor: torch.Tensor) -> bool:
+    if isinstance(result, (list, tuple)):
+        return any(_shares_memory(item, tensor) for item in result)
+    if result is tensor:
+        return True
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided or not tensor.numel():
+        return False
+    return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def _read(gradient: OffloadedGradient) -> torch.Tensor:
@@ -168,16 +227,20 @@ def _factor(value) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
+def _is_offloaded(gradient) -> bool:
+    return isinstance(gradient, OffloadedGradient) and gradient._plain is None
+
+
 def _all_offloaded(gradients) -> bool:
-    return all(isinstance(gradient, OffloadedGradient) for gradient in gradients)
+    return all(map(_is_offloaded, gradients))
 
 
 def _scale(gradient, value, *rest, **kwargs):
     factor = _factor(value)
-    if rest or kwargs or factor is None or not isinstance(gradient, OffloadedGradient):
+    if rest or kwargs or factor is None or not _is_offloaded(gradient):
         return NotImplemented
     gradient._slot.scale_gradient(gradient, factor)
-    return gradient
+    return gradient if gradient._plain is None else gradient._plain
 
 
 def _divide(gradient, value, *rest, **kwargs):
@@ -195,7 +258,7 @@ def _scale_all(gradients, value, *rest, **kwargs):
 
 
 def _norm(gradient, ord=2, dim=None, keepdim=False, dtype=None, **kwargs):
-    if ord not in (2, "fro") or dim is not None or keepdim or kwargs:
+    if ord not in (2, "fro") or dim is not None or keepdim or kwargs or not _is_offloaded(gradient):
         return NotImplemented
     norm = gradient._slot.gradient_norm(gradient)
     return torch.tensor(norm, dtype=dtype or gradient._slot.param.dtype, device=gradient._slot.param.device)
@@ -219,7 +282,19 @@ def _unscale_all(gradients, found_inf, inverse_scale):
     return None
 
 
+def _set_data(gradient, value):
+    """As torch.nn.Module does when it has converted or moved what it holds: that is the gradient from now on."""
+    if not _is_offloaded(gradient):
+        return NotImplemented
+    if isinstance(value, OffloadedGradient):
+        value = value.detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient._slot.replace_gradient(gradient, value.detach())
+    return None
+
+
 _NATIVE = {
+    torch.Tensor.data.__set__: _set_data,
     torch.Tensor.mul_: _scale,
     torch.Tensor.__imul__: _scale,
     torch.Tensor.div_: _divide,

@@ -41,6 +41,7 @@ class Slot:
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None
         self.made: OffloadedGradient | None = None  # the last stand-in, in use or not
+        self.brought_back: weakref.ref | None = None  # the last one whose gradient is a plain `p.grad` again
         self.added: torch.Tensor | None = None  # what autograd adds to the stand-in, until it is taken
         self.hook: GradientHook | None = None  # where gradients leave while backward runs
         self.sum: HostSum | DeviceSum | None = None  # made when a second micro-batch comes
@@ -191,21 +192,35 @@ class Slot:
             )
         if self.added is not None:
             take_in_backward([self])
+            if self.is_away:  # whoever asks has what backward has added to
+                self.stand_in = self.made = self.param.grad = gradient
 
     def read_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
+        """A copy, which is no view of anything."""
         self._check_current(gradient)
         self.settle()
-        value = self.home.arrived().to(device=self.device, dtype=torch.float32, copy=True)
+        value = self.home.arrived()
         if self.factor != 1.0:
-            value *= self.factor
-        return value.to(self.dtype).as_strided(*self.layout)
+            value = value.to(device=self.device, dtype=torch.float32, copy=True).mul_(self.factor)
+        return torch.empty_strided(*self.layout, dtype=self.dtype, device=self.device).copy_(value)
 
     def restore_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         value = self.read_gradient(gradient)
+        self.put_back(gradient, value)
+        return value
+
+    def put_back(self, gradient: OffloadedGradient, value: torch.Tensor) -> None:
+        """`value` becomes the plain `p.grad`, unless the user has dropped this gradient. Whoever has kept it means
+        `value` from now on, until a gradient of this parameter leaves again."""
         if self.is_away:
             self.param.grad = value
+        gradient._plain, self.brought_back = value, weakref.ref(gradient)
+        self.made = None  # serves no more
         self._forget()
-        return value
+
+    def replace_gradient(self, gradient: OffloadedGradient, value: torch.Tensor) -> None:
+        self._check_current(gradient)
+        self.put_back(gradient, value)
 
     def scale_gradient(self, gradient: OffloadedGradient, factor: float) -> None:
         self._check_current(gradient)

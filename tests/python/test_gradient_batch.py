@@ -267,6 +267,37 @@ def test_what_leaves_waits_for_the_last_update_that_reads_it(away, monkeypatch):
     optimizer.close()
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda g: g.clamp_(-0.5, 0.5),
+        lambda g: g.data.mul_(0.5),
+        lambda g: setattr(g, "data", g * min(1.0, 1.0 / float(g.norm()))),
+        lambda g: (g.add_(1.0), g.clamp_(-0.5, 0.5)),
+    ],
+    ids=["clamp", "data", "set_data", "twice"],
+)
+def test_a_gradient_is_edited_while_others_of_its_unit_come(away, monkeypatch, edit):
+    """By a hook, in each micro-batch: what it finds is the sum so far, and what it leaves counts."""
+    monkeypatch.setattr(gradient_batch, "_LEAST_BYTES", ALL)
+    results = []
+    for make in (torch.optim.AdamW, orlop.AdamW):
+        model = Stack(2)
+        optimizer = make(model.parameters(), lr=1e-2)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: [edit(p.grad)].clear())
+        torch.manual_seed(2)
+        for count in (1, 3, 2):
+            for _ in range(count):
+                model(torch.randn(4, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    optimizer.close()
+
+
 class Stamps:
     """torch.cuda.Event as far as LeavingBatch goes."""
 
