@@ -161,15 +161,11 @@ class GradientSide:
     @torch.no_grad()
     def scale_gradients_(self, factor):
         """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
-        # The update takes finite factors alone; where NaN is to be applied, it goes into the gradients.
-        inside = self._nonfinite == "apply" and not math.isfinite(factor)
         for slot, _ in self._gather():
-            if slot.is_away and not inside:
-                slot.scale_gradient(slot.stand_in, factor)
-                continue
             if slot.is_away:
-                slot.restore_gradient(slot.stand_in)
-            slot.param.grad.mul_(factor)
+                slot.scale_gradient(slot.stand_in, factor)
+            else:
+                slot.param.grad.mul_(factor)
 
     def gradient(self, p):
         """A copy of the gradient of `p` as it stands, wherever it is; None without one."""

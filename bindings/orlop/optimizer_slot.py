@@ -15,6 +15,8 @@ from .offloaded_gradient import OffloadedGradient
 from .state_home import MASTER_KEY, MOMENT_KEYS, DeviceHome, HostHome
 from .torch_support import in_layout_of
 
+_LARGEST_FACTOR = torch.finfo(torch.float32).max
+
 
 class Slot:
     """A parameter, the home of its states and the gradient of the step under way.
@@ -224,7 +226,12 @@ class Slot:
 
     def scale_gradient(self, gradient: OffloadedGradient, factor: float) -> None:
         self._check_current(gradient)
-        self.factor *= factor
+        product = self.factor * factor
+        # The update takes finite factors alone; where no step checks, others are to be applied: to the gradient.
+        if self.measures or abs(product) <= _LARGEST_FACTOR:
+            self.factor = product
+        else:
+            self.restore_gradient(gradient).mul_(factor)
 
     def gradient_norm(self, gradient: OffloadedGradient) -> float:
         self._check_current(gradient)

@@ -317,6 +317,33 @@ def test_a_kept_stand_in_means_the_gradient_as_long_as_that_is_there(away):
     optimizer.close()
 
 
+@GRADIENTS
+@pytest.mark.parametrize("clip", ["ours", "torch"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_clipping_applies_what_is_not_finite(bad, clip, gradients):
+    """As torch does, in the mode that promises it."""
+    (ours, optimizer), (theirs, reference) = pair(gradients=gradients, nonfinite="apply")
+    for p, o in ((ours, optimizer), (theirs, reference)):
+        (p * torch.tensor([1.0, 2.0, bad, 0.0, 1.0, 1.0])).sum().backward()
+        if clip == "ours" and o is optimizer:
+            o.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_([p], 1.0)
+        o.step()
+    torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
+@GRADIENTS
+def test_factors_that_overflow_are_applied(gradients):
+    (ours, optimizer), (theirs, reference) = pair(gradients=gradients, nonfinite="apply")
+    for p, o in ((ours, optimizer), (theirs, reference)):
+        (p * torch.tensor([1.0, 0.0, 1e-30, -1.0, 1.0, 1.0])).sum().backward()
+        p.grad *= 1e30
+        p.grad *= 1e30
+        o.step()
+    torch.testing.assert_close(ours, theirs, equal_nan=True, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("hidden", [False, True], ids=["plain", "module"])
 def test_a_gradient_that_is_part_of_a_graph_stays(away, hidden):
