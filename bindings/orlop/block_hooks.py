@@ -4,10 +4,24 @@ with which its backward begins."""
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import weakref
+from itertools import chain
 
 import torch
+
+# What a hook does is no part of a block that is compiled.
+_not_compiled = getattr(torch, "_disable_dynamo", lambda function: function)
+
+# Values of which everybody knows that no graph hangs on them.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.nn.Parameter}
+)  # fmt: skip
+_CONTAINERS = frozenset({list, tuple, dict})
+_NOTHING_YET = frozenset({type(None), int, float})  # where a tensor may be later
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_DEPTH = 4  # of objects in objects that are looked into
 
 
 def register_hooks(manager, model: torch.nn.Module, blocks: list) -> list:
@@ -15,52 +29,140 @@ def register_hooks(manager, model: torch.nn.Module, blocks: list) -> list:
     reference, bind = weakref.ref(manager), functools.partial
     handles = [model.register_forward_hook(bind(_leave_model, reference), always_call=True)]
     for block in blocks:
-        handles += [
-            block.module.register_forward_pre_hook(bind(_enter, reference, block.index)),
-            block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
+        leave = bind(_leave, reference, block.index, Attributes(block.module))
+        handles += [  # before hooks that were there already, which may use the weights
+            block.module.register_forward_pre_hook(bind(_enter, reference, block.index), prepend=True),
+            block.module.register_forward_hook(leave, always_call=True),
         ]
     return handles
 
 
-def _tensors(value):
+class Attributes:
+    """Where modules keep more than weights, among it perhaps tensors of their last forward. What they consist of is
+    looked up again only when it has changed, since this is asked after every forward."""
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = weakref.ref(module)
+        self._children: list[dict] = []
+        self._known: list[torch.nn.Module] = []
+        self._dicts: list[dict] = []
+        self._sizes: list[int] = []
+        self._places: list[tuple[dict, str]] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        children = [*chain.from_iterable(map(dict.values, self._children))]
+        if [*map(len, self._dicts)] != self._sizes or children != self._known or not self._dicts:
+            self._look_up()
+        found = []
+        for attributes, name in self._places:
+            value = attributes.get(name)
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif name == "_buffers":
+                found += (b for b in value.values() if b is not None and b.requires_grad)
+            elif kind in _CONTAINERS and value:
+                found += (leaf for leaf in _leaves(value, 0) if isinstance(leaf, torch.Tensor))
+        return found
+
+    def _look_up(self) -> None:
+        modules = list(self._module().modules())
+        self._children = [m._modules for m in modules]
+        self._known = [*chain.from_iterable(map(dict.values, self._children))]
+        self._dicts = [vars(m) for m in modules]
+        self._sizes = [*map(len, self._dicts)]
+        self._places = []
+        for module in modules:
+            # What a layer of torch's own has are numbers, except what somebody put on it.
+            is_torchs = type(module).__module__.startswith("torch.nn.modules.")
+            for name, value in vars(module).items():
+                may_change = type(value) in _NOTHING_YET and not is_torchs
+                if name not in _OF_EVERY_MODULE and (
+                    may_change or isinstance(value, torch.Tensor) or type(value) in _CONTAINERS
+                ):
+                    self._places.append((vars(module), name))
+            if module._buffers:
+                self._places.append((vars(module), "_buffers"))
+
+
+def _leaves(value, depth: int = _DEPTH):
+    """The tensors in a value, and the objects that hide what they have; `depth`: of objects that are looked into."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         yield value
+    elif kind in _PLAIN:
+        pass
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _leaves(item, depth)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from _tensors(vars(value))
+            yield from _leaves(item, depth)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None), depth)
+    elif kind.__module__ != "numpy" and not isinstance(value, enum.Enum):
+        found = False
+        if depth > 0 and not callable(value):
+            for leaf in _leaves(getattr(value, "__dict__", None), depth - 1):
+                if isinstance(leaf, torch.Tensor):
+                    found = True
+                    yield leaf
+        if not found:
+            yield value
 
 
+@_not_compiled
 def _enter(manager, index, *_):
     manager = manager()
     if manager is None:
         return
     if torch._C._current_graph_task_id() != -1:  # recomputed inside backward
         manager.begin_backward(index)
-        return
-    manager.begin_forward(index)
+    else:
+        manager.begin_forward(index)
 
 
-def _leave(manager, index, _module, _args, output):
-    manager = manager()
+@_not_compiled
+def _leave(manager, index, attributes, _module, _args, output):
+    reference, manager = manager, manager()
     if manager is None or manager.all_stay:
         return
     block = manager.blocks[index]
-    if torch.is_grad_enabled() and output is not None:
-        reference = weakref.ref(manager)
-        seen = False
-        for tensor in _tensors(output):
+    builds_graph = torch.is_grad_enabled()
+    seen, hidden = output is None, False
+    for leaf in _leaves(output):
+        if isinstance(leaf, torch.Tensor):
             seen = True
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(_before_backward, reference, index))
-        if not seen:  # nothing tells when its backward begins: it stays until the next step
-            block.holds += 1
+            _watch(reference, block, leaf, builds_graph)
+        else:
+            hidden = True
+    if builds_graph and (hidden or not seen):  # nothing tells when its backward begins
+        block.keep()
+    for tensor in attributes.tensors():
+        _watch(reference, block, tensor, builds_graph)
     if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
         manager.end_forward(block)
+
+
+def _watch(reference, block, tensor, builds_graph) -> None:
+    """A tensor that outlives a forward of the block: its backward begins that of the block, if it was made there."""
+    if not block.resident and block.shares(tensor) and not hasattr(tensor, "_orlop_entry"):
+        block.exposed = True
+    if not builds_graph or not tensor.requires_grad:
+        return
+    node = tensor.grad_fn
+    if node is None:  # nothing comes behind it
+        return
+    key = reference, tensor.output_nr
+    maker = node.metadata.get(key)
+    if maker is None:
+        node.metadata[key] = block.index
+        tensor.register_hook(functools.partial(_before_backward, reference, block.index, None))
+    elif maker != block.index and block.index in reference().blocks[maker].callers:
+        tensor.register_hook(functools.partial(_before_backward, reference, block.index, maker))
 
 
 def _leave_model(manager, *_):
@@ -70,7 +172,15 @@ def _leave_model(manager, *_):
         manager.end_pass()
 
 
-def _before_backward(manager, index, _gradient):
+def _before_backward(manager, index, callee, _gradient):
+    """`callee`: the block whose output the tensor is, too; its backward comes first."""
     manager = manager()
-    if manager is not None:
-        manager.begin_backward(index)
+    if manager is None:
+        return
+    manager.begin_backward(index)
+    if callee is not None:
+        manager.begin_backward(callee)
+    if torch.is_grad_enabled():  # of this backward a graph is made, which needs the weights, too
+        for each in (index, callee):
+            if each is not None:
+                manager.blocks[each].keep()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sys import getrefcount
+
 import torch
 
 from . import errors
@@ -9,6 +11,9 @@ from .streamed_parameter import StreamedParameter, present
 from .torch_support import flat
 
 _ALIGNMENT = 512  # bytes, of parameters in their block
+# How many tensors share a storage, and how much of torch shares a tensor; an older torch does not tell.
+_storage_uses = getattr(torch._C, "_storage_Use_Count", None)
+_tensor_uses = getattr(torch.Tensor, "_use_count", None)
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
@@ -59,9 +64,28 @@ class Entry:
         place = torch.empty(0, dtype=parameter.dtype, device=storage.device).set_(
             storage, offset // parameter.element_size(), parameter.size(), parameter.stride()
         )
-        parameter.data = place
+        torch.Tensor.data.__set__(parameter, place)
         self.flat = flat(place)  # (numel), with a version counter of its own
         parameter._orlop_entry = self
+
+    def uses(self) -> int:
+        """How often torch, or for what has no gradient anybody, refers to the parameter, beside Python's object."""
+        with torch._C.DisableTorchFunctionSubclass():
+            uses = _tensor_uses(self.parameter) - 1
+        return uses if self.parameter.requires_grad else uses + getrefcount(self.parameter)
+
+    @property
+    def is_in_graph(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _tensor_uses(self.parameter) > 1
+
+    def outdate(self) -> None:
+        """To autograd the weights have changed: a graph that still needs them has come too late, and says so."""
+        followed = self.slot is not None and self.slot.version == self.parameter._version
+        torch._C._increment_version(self.parameter)
+        self.version = self.parameter._version
+        if followed:
+            self.slot.version = self.version
 
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
@@ -138,9 +162,10 @@ class Block:
         for entry in entries:
             offsets.append(self._room)
             self._room += -(-entry.bytes // _ALIGNMENT) * _ALIGNMENT
-        self.storage = torch.UntypedStorage(self._room, device=device)
-        for entry, offset in zip(entries, offsets, strict=True):
-            entry.lie_in(self.storage, offset)
+        self._offsets = offsets
+        self._lie_in(torch.UntypedStorage(self._room, device=device))
+        self._own_uses = self._storage_uses()
+        self.exposed = False  # somebody beside graphs may share the storage
         self.empty()
         self.here = False
         self.stale = False  # here, but an update has changed the home since
@@ -150,7 +175,59 @@ class Block:
         self.arrived = None  # event of a copy that the compute stream has not waited for
         self.active = 0  # calls of its forward that have begun and not ended
         self.callers: set[int] = set()  # blocks whose forward calls it
-        self.holds = 0  # gathered() sections, and those whose graph may still read it
+        self.sections = 0  # of gathered() that are open
+        self.kept = (
+            False  # for a graph that may read it without a word, until that is gone or to the next step
+        )
+        self._shows_graph = False  # whether it can be seen that such a graph is gone
+
+    def _lie_in(self, storage: torch.UntypedStorage) -> None:
+        self.storage, self._address = storage, storage._cdata
+        for entry, offset in zip(self.entries, self._offsets, strict=True):
+            entry.lie_in(storage, offset)
+
+    def _storage_uses(self) -> int:
+        return _storage_uses(self._address) if _storage_uses is not None else 0
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the block's storage."""
+        try:
+            return tensor.untyped_storage()._cdata == self._address
+        except RuntimeError:  # it has none
+            return False
+
+    def uses(self) -> tuple[int, int]:
+        """What refers to the storage and to the parameters."""
+        return self._storage_uses(), sum(entry.uses() for entry in self.entries) if _tensor_uses else 0
+
+    def look_at_uses(self, before: tuple[int, int], may_be_in_graph: bool) -> None:
+        """What has come since `before` stays valid: others that share the storage keep it, a graph the block."""
+        storage, parameters = self.uses()
+        self.exposed |= _storage_uses is None or storage > before[0]
+        if parameters > before[1] or (may_be_in_graph and _tensor_uses is None):
+            self.keep()
+
+    def keep(self) -> None:
+        """It stays for a graph of which nothing tells when its backward begins."""
+        if not self.resident:
+            self.kept, self._shows_graph = True, self._is_in_graph()
+
+    def _is_in_graph(self) -> bool:
+        return _tensor_uses is not None and any(entry.is_in_graph for entry in self.entries)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether something may use it where it is."""
+        if self.kept and self._shows_graph and not self._is_in_graph():
+            self.kept = False
+        return self.kept or self.sections > 0 or self.active > 0
+
+    def keep_no_more(self) -> None:
+        """At a step: a graph that outlives it has old weights."""
+        if self.kept:
+            self.kept = False
+            for entry in self.entries:
+                entry.outdate()
 
     def open(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Room for the weights: where they go (numel), and the homes (numel) in host memory that they come from.
@@ -173,6 +250,13 @@ class Block:
         return any(entry.is_on_drives for entry in self.entries)
 
     def empty(self) -> None:
+        """The device's memory goes. Where others have a part of it that they may read, it is theirs from now on, as it
+        is, and the block gets another storage: graphs that are alive keep theirs, too."""
+        if self.exposed and (_storage_uses is None or self._storage_uses() > self._own_uses):
+            for entry in self.entries:
+                entry.parameter.__class__ = entry.kind
+            self._lie_in(torch.UntypedStorage(self._room, device=self.storage.device))
+        self.exposed = False
         for entry in self.entries:
             entry.parameter.__class__ = StreamedParameter
         self.storage.resize_(0)

@@ -186,7 +186,7 @@ class StreamedWeights:
                 entry.lose_write()
 
     def release(self, block: Block) -> None:
-        if not block.here or block.resident or block.holds or block.active:
+        if not block.here or block.resident or block.is_needed:
             return
         self._arrive(block)
         self._keep_written(block)
@@ -300,22 +300,27 @@ class StreamedWeights:
 
     # --- gathering ------------------------------------------------------------------------------
 
-    def gather(self, parameters) -> list[Block]:
+    def gather(self, parameters) -> list[tuple[Block, tuple[int, int]]]:
+        """Blocks that stay to the end of the section, each with what refers to it so far."""
         blocks = list({id(b): b for b in (self.block_of.get(p) for p in parameters) if b}.values())
         for block in blocks:
             self._fetch(block)
             self._arrive(block)
-            block.holds += 1
+            block.sections += 1
         self._check_drives()
-        return blocks
+        return [(block, block.uses()) for block in blocks]
 
-    def scatter(self, blocks: list[Block], write: bool, keep: bool) -> None:
-        """Ends a gather. `keep`: a graph may hold the weights; they stay until the next step."""
-        for block in blocks:
-            self._keep_written(block, write)
-            if not keep:
-                block.holds -= 1
-                self.release(block)
+    def scatter(self, gathered: list[tuple[Block, tuple[int, int]]], write: bool, may_be_in_graph: bool):
+        """Ends a gather. What was kept of the weights stays valid, and so do graphs, until the next step."""
+        try:
+            for block, _ in gathered:
+                self._keep_written(block, write)
+        finally:
+            for block, before in gathered:
+                block.sections -= 1
+                block.look_at_uses(before, may_be_in_graph)
+        for block, _ in gathered:
+            self.release(block)
 
     def leave_optimizer(self) -> None:
         """The optimizer ends; its memory stays the home of the weights, and what is on the device is its last word."""
@@ -350,6 +355,9 @@ class StreamedWeights:
             self.drives = None
 
     def forget_holds(self) -> None:
+        """A step begins."""
         for block in self.blocks:
-            block.holds = 0
+            if block.kept:
+                self._keep_written(block)
+                block.keep_no_more()
         self.release_all()

@@ -307,14 +307,15 @@ def _keep_resident(blocks, limit, device) -> None:
 def gathered(what, write=False):
     """The weights of a module or of parameters on the device, to read or, with write, to change.
 
-    In a graph that is built inside, they count as ordinary weights until the next step of the optimizer.
+    In a graph that is built inside, they count as ordinary weights until the next step of the optimizer. A tensor that
+    is kept of them, as `detach()` or `state_dict()` give, has what the weights were at the end of the section.
     """
     parameters = list(what.parameters()) if isinstance(what, torch.nn.Module) else list(what)
     managers = [m for m in _streams.values() if any(m.owns(p) for p in parameters)]
     held = [(manager, manager.gather(parameters)) for manager in managers]
-    keep = torch.is_grad_enabled() and not write
+    may_be_in_graph = torch.is_grad_enabled() and not write
     try:
         yield
     finally:
         for manager, blocks in held:
-            manager.scatter(blocks, write, keep)
+            manager.scatter(blocks, write, may_be_in_graph)
