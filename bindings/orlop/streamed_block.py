@@ -30,6 +30,7 @@ class Entry:
         self.parameter, self.name = parameter, name
         self.kind, self.present = type(parameter), present(type(parameter))
         self.bytes = parameter.numel() * parameter.element_size()
+        self.shape, self.stride = parameter.size(), parameter.stride()
         # The parameter's own memory, or the optimizer's copy where there is one, after which the first goes.
         self.host: torch.Tensor | None = flat(parameter.data).cpu()
         self.drives, self.index = None, -1  # DriveWeights that have room for it, and which of theirs it is
@@ -62,7 +63,7 @@ class Entry:
         """The parameter's place for good: `offset` bytes into the storage."""
         parameter = self.parameter
         place = torch.empty(0, dtype=parameter.dtype, device=storage.device).set_(
-            storage, offset // parameter.element_size(), parameter.size(), parameter.stride()
+            storage, offset // parameter.element_size(), self.shape, self.stride
         )
         torch.Tensor.data.__set__(parameter, place)
         self.flat = flat(place)  # (numel), with a version counter of its own
@@ -90,8 +91,10 @@ class Entry:
     def host_view(self) -> torch.Tensor:
         """The weights in host memory, in the parameter's shape; what is being written is waited for."""
         self.wait()
-        return self.home().as_strided(self.parameter.size(), self.parameter.stride())
+        # Apart from the home to autograd, which may be told to add what has a gradient.
+        return self.home().detach().as_strided(self.parameter.size(), self.parameter.stride())
 
+    @torch.no_grad()
     def write_host(self, value: torch.Tensor) -> None:
         """Home and master become `value`."""
         self.wait()
@@ -143,6 +146,21 @@ class Entry:
                 self.take_back()
         elif version != self.slot.version:
             self.lose_write()
+
+    def bring_back(self, stale: bool) -> None:
+        """Others have pointed the parameter at memory of their own, as set_() does: what is there comes to its place."""
+        value = torch.Tensor.data.__get__(self.parameter)
+        if (value.shape, value.device) != (self.shape, self.flat.device):
+            raise errors.UsageError(
+                f"{self.name}: what it was set to, of shape {tuple(value.shape)} on {value.device}, cannot take the "
+                f"place of {tuple(self.shape)} on {self.flat.device}, for which orlop.wrap keeps room; "
+                "orlop.unwrap(model) first"
+            )
+        self.lie_in(self.flat.untyped_storage(), self.flat.storage_offset() * self.flat.element_size())
+        if stale:
+            self.lose_write()
+        torch.Tensor.data.__get__(self.parameter).copy_(value)
+        self.take_back()
 
     def lose_write(self) -> None:
         self.version = self.parameter._version

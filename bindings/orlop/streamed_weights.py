@@ -199,7 +199,9 @@ class StreamedWeights:
     def _keep_written(block: Block, write: bool = False) -> None:
         """No write to a copy that is about to go is lost."""
         for entry in block.entries:
-            if write or entry.version != entry.parameter._version:
+            if entry.parameter.data_ptr() != entry.flat.data_ptr():
+                entry.bring_back(block.stale)
+            elif write or entry.version != entry.parameter._version:
                 entry.keep_written(block.stale, write)
 
     def refresh(self) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wrap_model import DEVICE, Model, batch, streamed, train, weights  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
+from wrap_model import DEVICE, Model, assert_same, batch, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
@@ -132,6 +133,44 @@ def test_peft_around_a_wrapped_model(model_dir):
     assert losses == expected and losses[-1] < losses[0]
     assert adapter.keys() == wanted.keys() and len(adapter) == 2 * 7 * 3
     assert all(torch.equal(adapter[name], wanted[name]) for name in wanted)
+
+
+def test_merged_adapters_over_a_wrapped_base(model_dir):
+    """Case M-06: merge_and_unload() adds to weights that are away as to any."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+
+    def logits(wrapped):
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("llama", True)).to(DEVICE)
+        if wrapped:
+            model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}})
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        merged = peft.get_peft_model(model, config).merge_and_unload()
+        with torch.no_grad():
+            return merged(torch.arange(12, device=DEVICE)[None]).logits
+
+    assert torch.equal(logits(True), logits(False))
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "pruned"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_hooks_of_a_block_that_make_its_weights(kind):
+    """What torch's older utilities put on a block itself, before the wrap, finds the weights there."""
+
+    def make():
+        model = Model()
+        for block in model.blocks:
+            torch.manual_seed(1)
+            if kind == "pruned":
+                prune.l1_unstructured(block, "weight", 0.3)
+            else:
+                getattr(torch.nn.utils, kind)(block)
+        return model
+
+    assert_same(make=make)
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,80 @@ def test_assigned_state_dicts_are_refused_where_weights_are_managed():
     model.load_state_dict(state)
     assert all((value == 1).all() for value in weights(model).values())
     Model().load_state_dict(state, assign=True)
+
+
+# --- memory of their own, and sums that have a gradient -----------------------------------------
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+    def right_inverse(self, weight):
+        return weight.triu()
+
+
+def made_orthogonal(block):
+    torch.manual_seed(1)
+    torch.nn.utils.parametrizations.orthogonal(block)
+
+
+def made_symmetric(block):
+    torch.nn.utils.parametrize.register_parametrization(block, "weight", Symmetric())
+
+
+def made_symmetric_for_good(block):
+    made_symmetric(block)
+    torch.nn.utils.parametrize.remove_parametrizations(block, "weight")
+
+
+def set_to_others(block):
+    with torch.no_grad():
+        block.weight.set_(torch.eye(24, device=DEVICE))
+
+
+@pytest.mark.parametrize("limit", [4800, 1 << 30], ids=["streamed", "resident"])
+@pytest.mark.parametrize("change", [made_orthogonal, made_symmetric, made_symmetric_for_good, set_to_others])
+def test_weights_that_were_pointed_elsewhere_train_on(change, limit):
+    """Case M-14: what torch's parametrizations do with set_() is a write as any other."""
+
+    def run(model, optimizer):
+        train(model, optimizer, 2)
+        optimizer.synchronize()
+        with orlop.gathered(model.blocks[2], write=True):
+            change(model.blocks[2])
+        return train(model, optimizer, 3, first=2), weights(model)
+
+    model = Model()
+    expected = run(model, orlop.AdamW(model.parameters(), lr=1e-2, gradients="leave"))
+    losses, got = run(*orlop.wrap(Model(), {"lr": 1e-2}, {"limits": {"gpu": limit}}))
+    assert losses == expected[0]
+    assert all(torch.equal(got[name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("limit", [4800, 1 << 30], ids=["streamed", "resident"])
+def test_weights_of_another_shape_are_refused_by_name(limit):
+    model, _ = orlop.wrap(Model(), {"lr": 1e-2}, {"limits": {"gpu": limit}})
+    refused = pytest.raises(orlop.UsageError, match=r"blocks\.2\.weight: .*\(12, 24\).*\(24, 24\).*unwrap")
+    with refused, orlop.gathered(model.blocks[2], write=True), torch.no_grad():
+        model.blocks[2].weight.set_(torch.ones(12, 24, device=DEVICE))
+
+
+@pytest.mark.parametrize("where", ["away", "drives", "gathered"])
+def test_data_plus_what_has_a_gradient(where, tmp_path):
+    """What adapters do to be merged: the sum is written once, and no graph knows of it."""
+    config = {"limits": {"gpu": 4800}}
+    if where == "drives":
+        config["nvme"] = {"paths": [str(tmp_path)], "param_share": 1}
+    model, _ = orlop.wrap(Model(), None, config)
+    weight, before = model.blocks[2].weight, weights(model)["blocks.2.weight"]
+    change = torch.ones(24, 24, device=DEVICE if where == "gathered" else "cpu", requires_grad=True)
+    for times in (1, 2):
+        with orlop.gathered([weight] if where == "gathered" else [], write=True):
+            weight.data += change * 1
+        after = weight.detach().cpu()
+        assert torch.equal(after, before + 1 if times == 1 else before + 1 + 1) and not after.requires_grad
+    weight.data = change.cpu() * 2
+    assert torch.equal(weight.detach(), torch.full((24, 24), 2.0))
+    model(batch(0)).sum().backward()
+    assert change.grad is None
