@@ -11,6 +11,8 @@ from itertools import chain
 
 import torch
 
+from . import errors
+
 # What a hook does is no part of a block that is compiled.
 _not_compiled = getattr(torch, "_disable_dynamo", lambda function: function)
 
@@ -26,15 +28,32 @@ _DEPTH = 4  # of objects in objects that are looked into
 
 def register_hooks(manager, model: torch.nn.Module, blocks: list) -> list:
     """Handles of hooks that call the manager, as long as it is there."""
-    reference, bind = weakref.ref(manager), functools.partial
+    reference, bind = _Reference(manager), functools.partial
     handles = [model.register_forward_hook(bind(_leave_model, reference), always_call=True)]
     for block in blocks:
-        leave = bind(_leave, reference, block.index, Attributes(block.module))
+        block.attributes = Attributes(block.module)
         handles += [  # before hooks that were there already, which may use the weights
             block.module.register_forward_pre_hook(bind(_enter, reference, block.index), prepend=True),
-            block.module.register_forward_hook(leave, always_call=True),
+            block.module.register_forward_hook(bind(_leave, reference, block.index), always_call=True),
         ]
     return handles
+
+
+class _Reference(weakref.ref):
+    """To the manager, whose hooks do nothing in a copy of the model."""
+
+    def __deepcopy__(self, memo):
+        return _nobody
+
+    def __reduce_ex__(self, protocol):
+        raise errors.UsageError(
+            "a wrapped model cannot be pickled, since hooks bring its weights: save its state_dict(), or "
+            "orlop.unwrap(model) first"
+        )
+
+
+def _nobody():
+    return None
 
 
 class Attributes:
@@ -68,7 +87,7 @@ class Attributes:
         return found
 
     def _look_up(self) -> None:
-        modules = list(self._module().modules())
+        modules = [m for m in self._module().modules() if isinstance(m._modules, dict)]
         self._children = [m._modules for m in modules]
         self._known = [*chain.from_iterable(map(dict.values, self._children))]
         self._dicts = [vars(m) for m in modules]
@@ -126,7 +145,7 @@ def _enter(manager, index, *_):
 
 
 @_not_compiled
-def _leave(manager, index, attributes, _module, _args, output):
+def _leave(manager, index, _module, _args, output):
     reference, manager = manager, manager()
     if manager is None or manager.all_stay:
         return
@@ -141,7 +160,7 @@ def _leave(manager, index, attributes, _module, _args, output):
             hidden = True
     if builds_graph and (hidden or not seen):  # nothing tells when its backward begins
         block.keep()
-    for tensor in attributes.tensors():
+    for tensor in block.attributes.tensors():
         _watch(reference, block, tensor, builds_graph)
     if torch._C._current_graph_task_id() == -1:  # a recomputed block is needed by its backward at once
         manager.end_forward(block)

@@ -197,6 +197,7 @@ class Block:
         self.kept = (
             False  # for a graph that may read it without a word, until that is gone or to the next step
         )
+        self.attributes = None  # of its modules: set with its hooks
         self._shows_graph = False  # whether it can be seen that such a graph is gone
 
     def _lie_in(self, storage: torch.UntypedStorage) -> None:

@@ -44,6 +44,12 @@ class StreamedParameter(torch.nn.Parameter):
             "at once: copy it inside `with orlop.gathered(model.parameters()):`, or copy its state_dict()"
         )
 
+    def __reduce_ex__(self, protocol):
+        raise errors.UsageError(
+            f"{self._orlop_entry.name}: the weights are {_place(self)}, and a parameter is pickled with its weights: "
+            "save it inside `with orlop.gathered(model.parameters()):`, or save the model's state_dict()"
+        )
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -107,7 +113,17 @@ def present(kind: type) -> type:
         copy.__class__ = kind
         return copy
 
-    members = {"__module__": kind.__module__, "data": property(_data, _set_data), "__deepcopy__": copied}
+    def reduced(parameter, protocol):  # as a plain one, alone in its storage
+        copy = copied(parameter, {})
+        vars(copy).update((name, value) for name, value in vars(parameter).items() if name != "_orlop_entry")
+        return copy.__reduce_ex__(protocol)
+
+    members = {
+        "__module__": kind.__module__,
+        "data": property(_data, _set_data),
+        "__deepcopy__": copied,
+        "__reduce_ex__": reduced,
+    }
     return type(kind)(kind.__name__, (kind,), members)
 
 

@@ -24,7 +24,7 @@ class _Link:
     def read_weights(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """(numel) in host memory: those on the device, where somebody may have written them, else the home; None where
         that is on drives."""
-        block, entry = self._manager().block_of[parameter], parameter._orlop_entry
+        block, entry = self._manager().block_of[parameter], self._manager().entry_of[parameter]
         self._manager()._arrive(block)
         on_device = not entry.has_home or (block.here and not block.stale)
         return flat(parameter).cpu() if on_device else entry.host
@@ -346,6 +346,7 @@ class StreamedWeights:
         self._visiting.clear()
         for entry in self.entry_of.values():
             entry.parameter.__class__ = entry.kind
+            vars(entry.parameter).pop("_orlop_entry", None)
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,9 @@ On a GPU with ORLOP_TEST_DEVICE=cuda.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 
 import pytest
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 from wrap_model import DEVICE, Model, batch, plain, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
+from orlop.wrapping import stream_of  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 
@@ -319,3 +322,53 @@ def test_a_copy_of_the_model_is_made_where_all_weights_are():
     train(model, optimizer)
     assert torch.equal(copied(batch(0)), before)
     assert not torch.equal(model(batch(0)), before)
+
+
+def test_parameters_are_pickled_where_their_weights_are():
+    """Case C-05: a plain parameter, its gradient's wish and attributes included, that shares memory with none."""
+    model, _ = streamed(Model())
+    model.blocks[1].bias.requires_grad_(False)
+    model.blocks[1].weight.tag = "kept"
+    with pytest.raises(orlop.UsageError, match=r"blocks\.0\.weight: .*host memory.*gathered.*state_dict"):
+        torch.save(dict(model.named_parameters()), io.BytesIO())
+    file = io.BytesIO()
+    with orlop.gathered(model):
+        torch.save(dict(model.named_parameters()), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert {type(p) for p in loaded.values()} == {torch.nn.Parameter}
+    assert {name: p.requires_grad for name, p in loaded.items()} == {
+        name: p.requires_grad for name, p in model.named_parameters()
+    }
+    assert all(torch.equal(loaded[name].detach().cpu(), value) for name, value in weights(model).items())
+    assert vars(loaded["blocks.1.weight"]) == {"tag": "kept"}
+    assert loaded["blocks.1.bias"].untyped_storage().nbytes() == 24 * 4
+
+
+@pytest.mark.parametrize("optimizer", [{"lr": 1e-2}, None], ids=["trained", "evaluated"])
+def test_wrapped_models_are_not_pickled(optimizer):
+    """One error that says how; unwrapped, the model is any model."""
+    model, optimizer = orlop.wrap(Model(), optimizer, {"limits": {"gpu": 4800}})
+    for what in (model, model.blocks[1]):
+        for context in (contextlib.nullcontext(), orlop.gathered(model)):
+            with context, pytest.raises(orlop.UsageError, match=r"state_dict\(\)"):
+                torch.save(what, io.BytesIO())
+    if optimizer is not None:
+        train(model, optimizer, 2)
+        optimizer.close()
+    orlop.unwrap(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(batch(0)), model(batch(0)))
+
+
+def test_hooks_of_a_copy_do_nothing():
+    model, _ = streamed(Model())
+    with orlop.gathered(model):
+        copied = copy.deepcopy(model)
+    fetches = stream_of(model).fetches
+    copied(batch(0)).sum().backward()
+    assert stream_of(model).fetches == fetches
+    assert all(p.grad is not None for p in copied.parameters())

@@ -120,6 +120,7 @@ def test_kept_between_forward_and_backward(grad):
     assert all(torch.equal(kept[name], p) for name, p in reference.named_parameters() if "blocks" in name)
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="this torch does not tell")
 def test_a_section_that_keeps_nothing_takes_no_other_memory():
     model, optimizer = streamed(Model())
     storage = stream_of(model).blocks[1].storage
