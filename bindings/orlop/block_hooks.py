@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import sys
 import weakref
 from itertools import chain
 
@@ -13,15 +14,26 @@ import torch
 
 from . import errors
 
-# What a hook does is no part of a block that is compiled.
-_not_compiled = getattr(torch, "_disable_dynamo", lambda function: function)
+
+def _not_compiled(function):
+    """What a hook does is no part of a block that is compiled. (A compiler that is not there is not loaded for that.)"""
+    disable = getattr(torch, "_disable_dynamo", None)
+    disabled = function if disable is None else disable(function)
+
+    @functools.wraps(function)
+    def hook(*args):
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args)
+
+    return hook
+
 
 # Values of which everybody knows that no graph hangs on them.
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.nn.Parameter}
 )  # fmt: skip
 _CONTAINERS = frozenset({list, tuple, dict})
-_NOTHING_YET = frozenset({type(None), int, float})  # where a tensor may be later
+_PUT_ON_LAYERS = frozenset({list, dict})
+_MAY_HOLD_TENSORS = _CONTAINERS | {type(None), int, float}  # now, or later
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _DEPTH = 4  # of objects in objects that are looked into
 
@@ -70,7 +82,7 @@ class Attributes:
 
     def tensors(self) -> list[torch.Tensor]:
         children = [*chain.from_iterable(map(dict.values, self._children))]
-        if [*map(len, self._dicts)] != self._sizes or children != self._known or not self._dicts:
+        if children != self._known or [*map(len, self._dicts)] != self._sizes or not self._dicts:
             self._look_up()
         found = []
         for attributes, name in self._places:
@@ -88,19 +100,17 @@ class Attributes:
 
     def _look_up(self) -> None:
         modules = [m for m in self._module().modules() if isinstance(m._modules, dict)]
-        self._children = [m._modules for m in modules]
+        self._children = [m._modules for m in modules if m._modules]
         self._known = [*chain.from_iterable(map(dict.values, self._children))]
-        self._dicts = [vars(m) for m in modules]
+        self._dicts = [vars(m) for m in modules] + [m._modules for m in modules if not m._modules]
         self._sizes = [*map(len, self._dicts)]
         self._places = []
         for module in modules:
-            # What a layer of torch's own has are numbers, except what somebody put on it.
+            # What a layer of torch's own has are numbers and tuples of them, except what somebody put on it.
             is_torchs = type(module).__module__.startswith("torch.nn.modules.")
+            kinds = _PUT_ON_LAYERS if is_torchs else _MAY_HOLD_TENSORS
             for name, value in vars(module).items():
-                may_change = type(value) in _NOTHING_YET and not is_torchs
-                if name not in _OF_EVERY_MODULE and (
-                    may_change or isinstance(value, torch.Tensor) or type(value) in _CONTAINERS
-                ):
+                if name not in _OF_EVERY_MODULE and (type(value) in kinds or isinstance(value, torch.Tensor)):
                     self._places.append((vars(module), name))
             if module._buffers:
                 self._places.append((vars(module), "_buffers"))

@@ -138,6 +138,10 @@ class Entry:
         """Home and master become what somebody wrote on the device since it was opened or taken back; with `write`,
         whatever is there. `stale`: an update may have passed by, after which the home is newer than the device."""
         version = self.parameter._version
+        if self.parameter.data_ptr() != self.flat.data_ptr():
+            return self.bring_back(stale)
+        if not write and self.version == version:
+            return
         followed = (
             self.slot is not None and self.slot.version > self.version
         )  # the optimizer has seen or changed it

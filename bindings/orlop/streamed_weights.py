@@ -196,12 +196,11 @@ class StreamedWeights:
         del self._visiting[block.index]
 
     @staticmethod
-    def _keep_written(block: Block, write: bool = False) -> None:
-        """No write to a copy that is about to go is lost."""
+    def _keep_written(block: Block, write: bool = False, after_section: bool = False) -> None:
+        """No write to a copy that is about to go is lost. (What changes where a parameter lies, changes its version, or
+        is done in a section of gathered().)"""
         for entry in block.entries:
-            if entry.parameter.data_ptr() != entry.flat.data_ptr():
-                entry.bring_back(block.stale)
-            elif write or entry.version != entry.parameter._version:
+            if after_section or entry.version != entry.parameter._version:
                 entry.keep_written(block.stale, write)
 
     def refresh(self) -> None:
@@ -316,7 +315,7 @@ class StreamedWeights:
         """Ends a gather. What was kept of the weights stays valid, and so do graphs, until the next step."""
         try:
             for block, _ in gathered:
-                self._keep_written(block, write)
+                self._keep_written(block, write, after_section=True)
         finally:
             for block, before in gathered:
                 block.sections -= 1
