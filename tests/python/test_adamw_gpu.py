@@ -362,6 +362,49 @@ def test_transformers_losses_within_one_percent():
         assert max(abs(a - b) / b for a, b in zip(got, expected, strict=True)) <= 0.01
 
 
+@pytest.mark.parametrize("states", ["host", "auto"])
+@pytest.mark.parametrize("hides", [False, True])
+def test_weights_and_gradients_that_the_user_changes(states, hides, monkeypatch):
+    """Another order of elements, shape, memory and dtype of a parameter after the optimizer was made, and gradients that
+    are edited where they are away: as with torch's own."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict(
+            {"conv": torch.nn.Conv2d(4, 4, 3), "embedding": torch.nn.Embedding(16, 4)}
+        ).cuda()
+        params = [*model.parameters()]
+        if ours:
+            options = {"states": states, "module": model if hides else None}
+            optimizer = orlop.AdamW(model.parameters(), lr=1e-2, **options)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model["embedding"].weight.data = torch.linspace(-1, 1, 80, device="cuda").view(20, 4)
+        for step in range(8):
+            if step == 2:
+                model["conv"].to(memory_format=torch.channels_last)
+            if step == 5:
+                model["embedding"].weight.data = model["embedding"].weight.detach() * 0.5
+            x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(step)).cuda()
+            loss = (
+                model["conv"](x).square().sum()
+                + model["embedding"](torch.arange(20, device="cuda")).sin().sum()
+            )
+            loss.backward()
+            if step == 3:
+                for p in params:
+                    p.grad.data.clamp_(-0.5, 0.5)
+            optimizer.step()
+            if ours:
+                optimizer.synchronize()
+            optimizer.zero_grad()
+        moments = [optimizer.state[p]["exp_avg"].cpu().clone() for p in params]
+        results.append([p.detach().cpu().clone() for p in params] + moments)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("width", [16, 1024])
 def test_blocks_on_streams_of_their_own(width):
     """Gradients leave, and are summed, behind the stream that has written them, whether small ones leave with others
