@@ -45,7 +45,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().
     gradients: "leave" takes each gradient, while backward runs, to where its states live and sums micro-batches in
         fp32; those of a block (with `module`) go together, with the last of them, those of small blocks once they are
-        32 MiB or the backward ends. "stay" leaves `p.grad` alone.
+        64 MiB or the backward ends. "stay" leaves `p.grad` alone.
         "auto": leave on a GPU and with `module`, else stay. Among several ranks of torch.distributed they must stay:
         DDP averages them in `p.grad`. No call here is a collective, so that any rank may read states alone. While a
         gradient is away `p.grad` is an OffloadedGradient: clipping, scaling and reading work on it.

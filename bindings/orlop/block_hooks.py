@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import sys
 import weakref
 from itertools import chain
 
@@ -16,13 +15,12 @@ from . import errors
 
 
 def _not_compiled(function):
-    """What a hook does is no part of a block that is compiled. (A compiler that is not there is not loaded for that.)"""
-    disable = getattr(torch, "_disable_dynamo", None)
-    disabled = function if disable is None else disable(function)
+    """What a hook does is no part of a block that is compiled."""
+    apart = torch._disable_dynamo(function)  # loads the compiler when it is called
 
     @functools.wraps(function)
     def hook(*args):
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args)
+        return (apart if torch.compiler.is_dynamo_compiling() else function)(*args)
 
     return hook
 

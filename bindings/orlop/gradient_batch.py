@@ -10,7 +10,7 @@ from .torch_support import stream_at
 
 # Of gradients that leave together, but for the last ones: their way to host memory takes several times as long as
 # the calls that send them.
-_LEAST_BYTES = 32 << 20
+_LEAST_BYTES = 64 << 20
 
 
 def take(slots: list) -> None:

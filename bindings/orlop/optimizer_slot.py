@@ -15,6 +15,7 @@ from .offloaded_gradient import OffloadedGradient
 from .state_home import MASTER_KEY, MOMENT_KEYS, DeviceHome, HostHome
 from .torch_support import in_layout_of
 
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 _LARGEST_FACTOR = torch.finfo(torch.float32).max
 
 
@@ -24,6 +25,13 @@ class Slot:
     measures: whether every step asks for the norm. leave_device: what moves the states to host memory.
     """
 
+    # More than a dictionary of attributes that Python keeps fast.
+    __slots__ = (
+        "__weakref__", "added", "address", "brought_back", "copied", "count", "device", "device_index", "dtype", "expected",
+        "factor", "fixed", "has_left", "home", "hook", "is_contiguous", "layout", "leave_device", "link", "loaded_rest",
+        "made", "measures", "moments", "name", "numel", "param", "reference", "seed", "shape", "square_sum", "stand_in",
+        "sum", "uploaded", "version",
+    )  # fmt: skip
     leave_device: Callable[[Slot], None]
 
     def __init__(self, param: torch.Tensor, name: str, moments: torch.dtype, seed: int, home: HostHome):
@@ -35,7 +43,8 @@ class Slot:
         self.address = param.data_ptr()
         # Of blocks that come and go, orlop.wrap sees to it.
         self.fixed = self.link is not None and self.link.fetches_blocks
-        self.layout = param.size(), param.stride()
+        self.shape, self.layout = param.size(), (param.size(), param.stride())
+        self.device_index = param.get_device()  # -1: the host
         self.is_contiguous = param.is_contiguous()
         self.reference = weakref.ref(self)
         self.version = param._version  # of the weights, when this optimizer last wrote or read them
@@ -133,15 +142,17 @@ class Slot:
         return grad if self.keeps_as_it_is(grad) else in_layout_of(grad.detach(), self.param)
 
     def keeps_as_it_is(self, grad: torch.Tensor) -> bool:
-        """Whether its memory is what the home keeps."""
+        """Whether its memory is what the home keeps. (Asked for every gradient: in the order of what it costs.)"""
         return (
-            grad.dtype is self.dtype
-            and grad.layout is torch.strided
-            and grad.size() == self.layout[0]
-            and grad.device == self.device
+            type(grad) is _Tensor
+            and grad.dtype is self.dtype
+            and grad.layout is _STRIDED
+            and not grad.requires_grad
+            and grad.get_device() == self.device_index
             and self.is_contiguous
+            and grad.shape == self.shape
+            and not grad.is_neg()
             and grad.is_contiguous()
-            and not (grad.requires_grad or grad.is_neg() or isinstance(grad, OffloadedGradient))
         )
 
     def settle(self) -> None:

@@ -501,7 +501,7 @@ def test_python_time_per_block(states, width, monkeypatch):
     """Python adds at most 100 us per block and pass, of which each begins with the device idle: what the hooks take, calls
     of the driver and waits included, and what torch takes to call as many that do nothing. Of the first the lowest of many
     rounds, since what else runs on the machine only adds; of the second the median over rounds in which two models take
-    turns. The gradients of small blocks leave together, those of large ones (28 MiB) by twos."""
+    turns. The gradients of small blocks leave together, those of large ones (28 MiB) by threes."""
     blocks, rounds = 28, 60
     model = torch.nn.Sequential()
     model.layers = torch.nn.ModuleList(Layer(width) for _ in range(blocks))

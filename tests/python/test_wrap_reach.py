@@ -187,7 +187,7 @@ def test_reading_without_a_step_leaves_nothing_on_the_device(optimizer):
 @needs_use_counts
 def test_a_graph_of_gathered_weights_keeps_its_block():
     """As long as it is there, over other backwards and passes."""
-    model, _ = orlop.wrap(Model())
+    model, _ = orlop.wrap(Model(), config={"limits": {"gpu": 4800}})
     weight = model.blocks[1].weight
     before = weights(model)["blocks.1.weight"]
     with orlop.gathered(model.blocks[1]):
