@@ -146,6 +146,7 @@ def _give_back(model, blocks, manager, device) -> None:
     entries = [entry for block in blocks for entry in block.entries]
     for entry in entries:
         entry.parameter.__class__ = entry.kind
+        vars(entry.parameter).pop("_orlop_entry", None)
         if entry.has_home:
             entry.parameter.data = entry.host_view().to(device, copy=True)
     _move_rest(model, {entry.parameter for entry in entries}, device)

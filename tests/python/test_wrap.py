@@ -332,6 +332,7 @@ def test_mistakes_are_named(arguments, error, text):
         orlop.wrap(model, **arguments)
     expected, before = Model(), Model()
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+    assert not any(vars(p) for p in model.parameters())
     for m in (model, expected):
         optimizer = orlop.AdamW(m.parameters(), lr=1e-2)
         train(m, optimizer, 2)
