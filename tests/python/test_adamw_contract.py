@@ -103,7 +103,6 @@ def test_a_scheduler_over_the_optimizer_that_was_taken_over(make):
                 scheduled(p, optimizer, scheduler, 5)
             optimizer.load_state_dict(optimizer.state_dict())
             scheduler.load_state_dict(scheduler.state_dict())
-            # torch's own optimizer puts new groups in the place of those that the scheduler may have kept
             assert optimizer.param_groups[0]["lr"] == scheduler.optimizer.param_groups[0]["lr"]
     torch.testing.assert_close(*params, atol=1e-6, rtol=1e-5)
 

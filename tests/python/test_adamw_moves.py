@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from adamw_pair import GRADIENTS  # noqa: E402
+
 import orlop  # noqa: E402
 
 WAYS = pytest.mark.parametrize("way", ["stay", "leave", "link", "module"])
@@ -149,3 +151,51 @@ def test_weights_that_lie_elsewhere_are_followed(away):
     optimizer.synchronize()
     assert torch.equal(p, wanted)
     optimizer.close()
+
+
+@GRADIENTS
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.share_memory(),
+        lambda m: m.to("cpu"),
+        lambda m: m.to(torch.bfloat16).float(),
+    ],
+    ids=["half", "bfloat16", "share", "to", "twice"],
+)
+def test_a_module_converts_the_gradients_that_it_has(convert, gradients):
+    """Between backward and step."""
+    results = []
+    for make in (orlop.AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        options = {"gradients": gradients} if make is orlop.AdamW else {}
+        optimizer = make(model.parameters(), lr=0.1, **options)
+        model(torch.ones(2, 4)).sum().backward()
+        convert(model)
+        assert all(type(p.grad) is torch.Tensor and p.grad.dtype == p.dtype for p in model.parameters())
+        optimizer.step()
+        results.append([p.detach().float() for p in model.parameters()])
+    # A step is 0.1; torch's own rounds each of its operations on 16-bit weights below 1 to 2^-9 of them.
+    torch.testing.assert_close(*results, atol=4e-3, rtol=0)
+
+
+def test_moved_and_converted_parameters():
+    """module.to() after the optimizer was made: states follow, masters come from the new weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = orlop.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = optimizer.state[model.weight]["exp_avg"].clone()
+    model.to(torch.bfloat16)
+    optimizer.param_groups[0]["lr"] = 0.0
+    expected = model.weight.detach().clone()
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, expected)
+    assert int(optimizer.state[model.weight]["step"]) == 2
+    torch.testing.assert_close(optimizer.state[model.weight]["exp_avg"], 0.9 * moments + 0.1 * 2.0)

@@ -104,18 +104,24 @@ def test_adapters_around_layers_of_a_wrapped_model(dtype, through):
     assert all(p.grad is None for name, p in model.named_parameters() if ".base." in name)
 
 
+def with_adapters(folder, wrapped, **options):
+    """Around a model that is wrapped, or not."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
+    if wrapped:
+        model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}})
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, config)
+
+
 def test_peft_around_a_wrapped_model(model_dir):
     """Case M-06."""
     peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
 
     def run(wrapped):
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("llama", True)).to(DEVICE)
-        if wrapped:
-            model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}})
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        adapted = peft.get_peft_model(model, config).train()
+        adapted = with_adapters(model_dir("llama", True), wrapped).train()
         trained = [p for p in adapted.parameters() if p.requires_grad]
         assert sum(p.numel() for p in trained) > 0
         optimizer = orlop.AdamW(trained, lr=1e-2)
@@ -137,18 +143,10 @@ def test_peft_around_a_wrapped_model(model_dir):
 
 def test_merged_adapters_over_a_wrapped_base(model_dir):
     """Case M-06: merge_and_unload() adds to weights that are away as to any."""
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
 
     def logits(wrapped):
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("llama", True)).to(DEVICE)
-        if wrapped:
-            model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}})
-        torch.manual_seed(0)
-        config = peft.LoraConfig(
-            r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
-        )
-        merged = peft.get_peft_model(model, config).merge_and_unload()
+        adapted = with_adapters(model_dir("llama", True), wrapped, init_lora_weights=False)
+        merged = adapted.merge_and_unload()
         with torch.no_grad():
             return merged(torch.arange(12, device=DEVICE)[None]).logits
 
