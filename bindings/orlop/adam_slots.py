@@ -147,7 +147,7 @@ class SlotSide:
         if not moved:
             return
         for slot in moved:
-            shape, now = list(slot.layout[0]), list(slot.param.size())
+            shape, now = list(slot.shape), list(slot.param.size())
             if shape != now and self._has_states(slot):
                 raise errors.UsageError(
                     f"{slot.name} has shape {now}, its optimizer states have {shape}: make a new optimizer after such a "
@@ -156,7 +156,7 @@ class SlotSide:
         self._check_groups(self.param_groups)
         old, saved = self._native, {}
         for p, slot in self._slots.items():
-            if slot.is_away and (p.device, p.dtype, p.size()) == (slot.device, slot.dtype, slot.layout[0]):
+            if slot.is_away and (p.device, p.dtype, p.size()) == (slot.device, slot.dtype, slot.shape):
                 slot.restore_gradient(slot.stand_in)
             slot.drop_gradient()
             if self._has_states(slot):

@@ -232,7 +232,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
             check_known(self._module, self._names)
         self.synchronize()
         if self._stream is not None:
-            self._stream.forget_holds()
+            self._stream.begin_step()
         work = self._gather()
         self.step_was_skipped = self._nonfinite != "apply" and not self._check_finite(work)
         if not self.step_was_skipped and work:

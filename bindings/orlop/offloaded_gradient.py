@@ -148,7 +148,7 @@ class OffloadedGradient(torch.Tensor):
                 args[0]._slot.accumulate(*args)
             return args[0]
         if func._schema.is_mutable:
-            name = next(arg._slot.name for arg in _offloaded(args, kwargs or {}))
+            name = next(arg._slot.name for arg in each_of(OffloadedGradient, args, kwargs or {}))
             raise errors.UsageError(
                 f"{func} cannot change the gradient of {name}, whose elements are away; give the optimizer "
                 'gradients="stay", which DistributedDataParallel needs, or clone the gradient first'
@@ -191,15 +191,15 @@ def _map(bring, value, brought):
     return value
 
 
-def _offloaded(*values):
-    """The gradients in arguments."""
+def each_of(kind: type, *values):
+    """Those of a class in the arguments of a function."""
     for value in values:
-        if isinstance(value, OffloadedGradient):
+        if isinstance(value, kind):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _offloaded(*value)
+            yield from each_of(kind, *value)
         elif isinstance(value, dict):
-            yield from _offloaded(*value.values())
+            yield from each_of(kind, *value.values())
 
 
 def _shares_memory(result, tensor: torch.Tensor) -> bool:

@@ -28,9 +28,9 @@ class Slot:
     # More than a dictionary of attributes that Python keeps fast.
     __slots__ = (
         "__weakref__", "added", "address", "brought_back", "copied", "count", "device", "device_index", "dtype", "expected",
-        "factor", "fixed", "has_left", "home", "hook", "is_contiguous", "layout", "leave_device", "link", "loaded_rest",
+        "factor", "fixed", "has_left", "home", "hook", "is_contiguous", "leave_device", "link", "loaded_rest",
         "made", "measures", "moments", "name", "numel", "param", "reference", "seed", "shape", "square_sum", "stand_in",
-        "sum", "uploaded", "version",
+        "strides", "sum", "uploaded", "version",
     )  # fmt: skip
     leave_device: Callable[[Slot], None]
 
@@ -43,7 +43,7 @@ class Slot:
         self.address = param.data_ptr()
         # Of blocks that come and go, orlop.wrap sees to it.
         self.fixed = self.link is not None and self.link.fetches_blocks
-        self.shape, self.layout = param.size(), (param.size(), param.stride())
+        self.shape, self.strides = param.size(), param.stride()
         self.device_index = param.get_device()  # -1: the host
         self.is_contiguous = param.is_contiguous()
         self.reference = weakref.ref(self)
@@ -73,7 +73,7 @@ class Slot:
         return (
             param.device != self.device
             or param.dtype is not self.dtype
-            or not (self.fixed or (param.size(), param.stride()) == self.layout)
+            or not (self.fixed or (param.size() == self.shape and param.stride() == self.strides))
         )
 
     def states_to_move(self) -> dict[str, torch.Tensor]:
@@ -215,7 +215,9 @@ class Slot:
         value = self.home.arrived()
         if self.factor != 1.0:
             value = value.to(device=self.device, dtype=torch.float32, copy=True).mul_(self.factor)
-        return torch.empty_strided(*self.layout, dtype=self.dtype, device=self.device).copy_(value)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(
+            value
+        )
 
     def restore_gradient(self, gradient: OffloadedGradient) -> torch.Tensor:
         value = self.read_gradient(gradient)

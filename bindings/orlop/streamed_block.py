@@ -198,9 +198,8 @@ class Block:
         self.active = 0  # calls of its forward that have begun and not ended
         self.callers: set[int] = set()  # blocks whose forward calls it
         self.sections = 0  # of gathered() that are open
-        self.kept = (
-            False  # for a graph that may read it without a word, until that is gone or to the next step
-        )
+        # For a graph that may read it without a word, until that is gone or to the next step.
+        self.kept = False
         self.attributes = None  # of its modules: set with its hooks
         self._shows_graph = False  # whether it can be seen that such a graph is gone
 

@@ -10,7 +10,7 @@ import torch
 
 from . import errors
 from .drive_state import DriveState
-from .offloaded_gradient import METADATA
+from .offloaded_gradient import METADATA, each_of
 
 _log = logging.getLogger("orlop")
 
@@ -79,7 +79,7 @@ class StreamedParameter(torch.nn.Parameter):
                 return first
             if func in _MOVES:
                 return _leave(entry, first)
-        names = [a._orlop_entry.name for a in _streamed(args, kwargs)]
+        names = [a._orlop_entry.name for a in each_of(StreamedParameter, args, kwargs)]
         raise errors.UsageError(
             f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their "
             "own block, or inside `with orlop.gathered(...):`"
@@ -167,13 +167,3 @@ def _leave(entry, parameter):
         _told.add("move")
         _log.warning("%s: weights that orlop.wrap manages stay where they are and as they are", entry.name)
     return parameter
-
-
-def _streamed(*values):
-    for value in values:
-        if isinstance(value, StreamedParameter):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _streamed(*value)
-        elif isinstance(value, dict):
-            yield from _streamed(*value.values())

@@ -311,7 +311,9 @@ class StreamedWeights:
         self._check_drives()
         return [(block, block.uses()) for block in blocks]
 
-    def scatter(self, gathered: list[tuple[Block, tuple[int, int]]], write: bool, may_be_in_graph: bool):
+    def scatter(
+        self, gathered: list[tuple[Block, tuple[int, int]]], write: bool, may_be_in_graph: bool
+    ) -> None:
         """Ends a gather. What was kept of the weights stays valid, and so do graphs, until the next step."""
         try:
             for block, _ in gathered:
@@ -356,8 +358,8 @@ class StreamedWeights:
             self.drives.close()
             self.drives = None
 
-    def forget_holds(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Graphs that outlive the step have old weights."""
         for block in self.blocks:
             if block.kept:
                 self._keep_written(block)

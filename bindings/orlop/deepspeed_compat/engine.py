@@ -429,9 +429,8 @@ def _unpack(optimizer, params, tensors, saved, keep_masters, path):
             + ("" if missing or extra else "; groups or their order differ")
         )
     index = {name: i for i, name in enumerate(name for group in stored for name in group)}
-    strange = {key.rpartition(".")[0] for key in tensors} - set(saved["steps"]) or set(saved["steps"]) - set(
-        index
-    )
+    updated = set(saved["steps"])
+    strange = {key.rpartition(".")[0] for key in tensors} - updated or updated - set(index)
     if strange:
         raise errors.InvalidDataError(
             f"{path}: the optimizer has states of {min(strange)!r}, which is not among its parameters that were updated"

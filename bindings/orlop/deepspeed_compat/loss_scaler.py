@@ -59,9 +59,8 @@ class LossScaler:
 
     def load_state_dict(self, state: dict) -> None:
         """Goes on from a dynamic scale where this one is dynamic, too; else the configuration's stays."""
-        was_dynamic = state.get(
-            "dynamic", state["good"] > 0
-        )  # format 1 does not say; only dynamic ones count
+        # Format 1 does not say; only dynamic ones count good steps.
+        was_dynamic = state.get("dynamic", state["good"] > 0)
         if not (self.dynamic and was_dynamic):
             return
         self.scale, self._left = float(state["scale"]), int(state["left"])
