@@ -6,7 +6,7 @@ from . import _orlop, errors, torch_support
 
 from .adam_checks import refuse_several_ranks  # isort: skip
 from .device_link import DeviceLink  # isort: skip
-from .drive_state import DriveHome  # isort: skip
+from .drive_home import DriveHome  # isort: skip
 from .optimizer_slot import Slot  # isort: skip
 from .state_home import HostHome, device_bytes  # isort: skip
 

@@ -7,67 +7,7 @@ from sys import getrefcount
 import torch
 
 from . import errors
-
-# Operations that ask about the tensor, not for its elements.
-METADATA = {
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.size,
-    torch.Tensor.stride,
-    torch.Tensor.storage_offset,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_conj,
-    torch.Tensor.is_neg,
-    torch.Tensor.get_device,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-} | {
-    getattr(torch.Tensor, name).__get__
-    for name in [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "is_sparse",
-        "is_cuda",
-        "is_cpu",
-        "is_leaf",
-        "is_quantized",
-        "is_meta",
-        "is_nested",
-        "is_mps",
-        "is_xpu",
-        "requires_grad",
-        "grad_fn",
-        "names",
-        "_version",
-        "_backward_hooks",
-        "retains_grad",
-        "itemsize",
-        "nbytes",
-    ]
-    if hasattr(torch.Tensor, name)
-}
-# What hands out the memory, and not as a tensor.
-_HANDS_OUT_MEMORY = {
-    getattr(torch.Tensor, name)
-    for name in [
-        "__array__",
-        "__dlpack__",
-        "_typed_storage",
-        "data_ptr",
-        "numpy",
-        "storage",
-        "untyped_storage",
-    ]
-    if hasattr(torch.Tensor, name)
-} | {torch.Tensor.__cuda_array_interface__.__get__}
+from .tensor_functions import HANDS_OUT_MEMORY, METADATA, changes_in_place, each_of, replace, shares_memory
 
 
 class OffloadedGradient(torch.Tensor):
@@ -132,9 +72,8 @@ class OffloadedGradient(torch.Tensor):
             result = native(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        name = getattr(func, "__name__", "")
-        changes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
-        changes = changes or "out" in kwargs or name == "__set__" or func in _HANDS_OUT_MEMORY
+        changes = changes_in_place(func) or "out" in kwargs or getattr(func, "__name__", "") == "__set__"
+        changes = changes or func in HANDS_OUT_MEMORY
         with torch._C.DisableTorchFunctionSubclass():
             return _call(func, args, kwargs, _restore if changes else _read)
 
@@ -160,56 +99,25 @@ _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _use_count = getattr(torch.Tensor, "_use_count", None)  # an older torch does not tell
 
 
-_IN_PLACE_DUNDERS = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"
-}  # fmt: skip
-
-
 def _call(func, args, kwargs, bring):
     """What `func` returns for the gradients that `bring` brings. What shares memory with a copy that was to be read is
     an alias of the gradient: then the copy becomes `p.grad`."""
     brought: dict[int, tuple] = {}  # gradient and tensor; one tensor for each, however often it occurs
-    result = func(*_map(bring, args, brought), **_map(bring, kwargs, brought))
+
+    def bring_once(gradient):
+        if gradient._plain is not None:
+            return gradient._plain
+        if id(gradient) not in brought:
+            brought[id(gradient)] = gradient, bring(gradient)
+        return brought[id(gradient)][1]
+
+    args, kwargs = replace(OffloadedGradient, (args, kwargs), bring_once)
+    result = func(*args, **kwargs)
     if bring is _read:
         for gradient, tensor in brought.values():
-            if _shares_memory(result, tensor):
+            if shares_memory(result, tensor):
                 gradient._slot.put_back(gradient, tensor)
     return result
-
-
-def _map(bring, value, brought):
-    if isinstance(value, OffloadedGradient):
-        if value._plain is not None:
-            return value._plain
-        if id(value) not in brought:
-            brought[id(value)] = value, bring(value)
-        return brought[id(value)][1]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(bring, item, brought) for item in value)
-    if isinstance(value, dict):
-        return {key: _map(bring, item, brought) for key, item in value.items()}
-    return value
-
-
-def each_of(kind: type, *values):
-    """Those of a class in the arguments of a function."""
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from each_of(kind, *value)
-        elif isinstance(value, dict):
-            yield from each_of(kind, *value.values())
-
-
-def _shares_memory(result, tensor: torch.Tensor) -> bool:
-    if isinstance(result, (list, tuple)):
-        return any(_shares_memory(item, tensor) for item in result)
-    if result is tensor:
-        return True
-    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided or not tensor.numel():
-        return False
-    return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def _read(gradient: OffloadedGradient) -> torch.Tensor:

@@ -9,8 +9,8 @@ import sys
 import torch
 
 from . import errors
-from .drive_state import DriveState
-from .offloaded_gradient import METADATA, each_of
+from .home_tensor import HomeTensor
+from .tensor_functions import METADATA, MOVES, each_of
 
 _log = logging.getLogger("orlop")
 
@@ -31,8 +31,8 @@ _told: set[str] = set()
 
 class StreamedParameter(torch.nn.Parameter):
     """The class of a parameter between two uses of its block. detach() gives a view of the host memory, or
-    a copy of what is on drives, so that state_dict() is complete; copy_() writes there; to() and the like change
-    nothing."""
+    a copy of what is on drives, so that state_dict() is complete; `data` is the weights where they are; copy_() writes
+    there; to() and the like change nothing."""
 
     def __repr__(self, **_):
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,8 +59,8 @@ class StreamedParameter(torch.nn.Parameter):
         first = args[0] if args else None
         if func is torch._has_compatible_shallow_copy_type:
             return True  # module.to() then sets data, which changes nothing
-        if func == torch.Tensor.data.__get__ and first._orlop_entry.is_on_drives:
-            return DriveState.make(_OnDrives(first._orlop_entry), "data", first.dtype, first)
+        if func == torch.Tensor.data.__get__ and (first._orlop_entry.is_on_drives or first.is_cuda):
+            return HomeTensor.make(_AwayWeights(first._orlop_entry), "data", first.dtype, first)
         if func == torch.Tensor.data.__set__:
             entry, value = first._orlop_entry, args[1]
             if isinstance(value, StreamedParameter):  # module.to()
@@ -77,7 +77,7 @@ class StreamedParameter(torch.nn.Parameter):
             if func is torch.Tensor.copy_:
                 entry.write_host(args[1])
                 return first
-            if func in _MOVES:
+            if func in MOVES:
                 return _leave(entry, first)
         names = [a._orlop_entry.name for a in each_of(StreamedParameter, args, kwargs)]
         raise errors.UsageError(
@@ -86,8 +86,8 @@ class StreamedParameter(torch.nn.Parameter):
         )
 
 
-class _OnDrives:
-    """What a DriveState asks of its home, for weights."""
+class _AwayWeights:
+    """What a HomeTensor asks of its home."""
 
     def __init__(self, entry):
         self._entry = entry
@@ -150,12 +150,6 @@ def _fitting(parameter, value):
             f"{wanted[0]} and {wanted[1]}, for which orlop.wrap keeps room; orlop.unwrap(model) first"
         )
     return value
-
-
-_MOVES = {
-    torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.half, torch.Tensor.bfloat16,
-    torch.Tensor.float, torch.Tensor.type, torch.Tensor.contiguous, torch.Tensor.pin_memory,
-}  # fmt: skip
 
 
 def _place(parameter) -> str:

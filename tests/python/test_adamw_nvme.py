@@ -19,7 +19,8 @@ from safetensors.torch import load_file  # noqa: E402
 import orlop  # noqa: E402
 from host_link import all_away  # noqa: E402
 from orlop import deepspeed_compat  # noqa: E402
-from orlop.drive_state import DriveHome, DriveState  # noqa: E402
+from orlop.drive_home import DriveHome  # noqa: E402
+from orlop.home_tensor import HomeTensor  # noqa: E402
 
 LAYOUTS = pytest.mark.parametrize(
     ("dtype", "moments"),
@@ -322,6 +323,9 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
         some = [optimizer.state[p]["exp_avg"] for p in which.blocks.parameters()]
         torch._foreach_mul_(some, 2.0)
         torch.add(some[0], some[0], out=some[0])
+        some[0].t()[1].fill_(0.25)
+        some[1][1:3].add_(some[1][0])
+        some[2].view(-1)[::2] *= 2.0
         state = optimizer.state[which.out.weight]
         state["exp_avg"].zero_()
         state["exp_avg_sq"].copy_(torch.ones(1))
@@ -330,7 +334,7 @@ def test_a_state_on_drives_is_used_as_a_tensor(tmp_path):
     assert_equal(on_drives.state_dict(), host.state_dict())
     assert_equal(weights(model), weights(reference))
     state = on_drives.state[model.out.weight]["exp_avg"]
-    assert isinstance(state, DriveState) and "DriveState" in repr(state)
+    assert isinstance(state, HomeTensor) and "HomeTensor" in repr(state)
     assert state.shape == model.out.weight.shape and state.nbytes == 4 * state.numel()
     expected = host.state[reference.out.weight]["exp_avg"]
     for copied in (

@@ -104,13 +104,14 @@ def test_adapters_around_layers_of_a_wrapped_model(dtype, through):
     assert all(p.grad is None for name, p in model.named_parameters() if ".base." in name)
 
 
-def with_adapters(folder, wrapped, **options):
-    """Around a model that is wrapped, or not."""
+def with_adapters(folder, wrapped, drive=None, **options):
+    """Around a model that is wrapped, with the weights in host memory or on a drive, or not."""
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
     if wrapped:
-        model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}})
+        nvme = {} if drive is None else {"nvme": {"paths": [drive], "slot": "64KiB", "param_share": 1.0}}
+        model, _ = orlop.wrap(model, config={"limits": {"gpu": "300KiB"}, **nvme})
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     return peft.get_peft_model(model, config)
@@ -141,12 +142,15 @@ def test_peft_around_a_wrapped_model(model_dir):
     assert all(torch.equal(adapter[name], wanted[name]) for name in wanted)
 
 
-def test_merged_adapters_over_a_wrapped_base(model_dir):
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("where", ["host", "nvme"])
+def test_merged_adapters_over_a_wrapped_base(model_dir, tmp_path, where, safe_merge):
     """Case M-06: merge_and_unload() adds to weights that are away as to any."""
 
     def logits(wrapped):
-        adapted = with_adapters(model_dir("llama", True), wrapped, init_lora_weights=False)
-        merged = adapted.merge_and_unload()
+        drive = tmp_path if where == "nvme" else None
+        adapted = with_adapters(model_dir("llama", True), wrapped, drive, init_lora_weights=False)
+        merged = adapted.merge_and_unload(safe_merge=safe_merge)
         with torch.no_grad():
             return merged(torch.arange(12, device=DEVICE)[None]).logits
 

@@ -22,6 +22,14 @@ def scale_in_place(p):
     p.data.mul_(0.5)
 
 
+def scale_a_row(p):
+    p.data[1].mul_(0.5)
+
+
+def add_in_place(p):
+    p.data += torch.full(p.shape, 0.125, dtype=p.dtype, device=DEVICE)
+
+
 def copy_in_place(p):
     p.data.copy_(torch.full_like(p.data, 0.125))
 
@@ -34,7 +42,9 @@ def assign_from_the_host(p):
     p.data = torch.full(p.shape, 0.25, dtype=p.dtype)
 
 
-WRITES = pytest.mark.parametrize("write", [scale_in_place, copy_in_place, assign, assign_from_the_host])
+WRITES = pytest.mark.parametrize(
+    "write", [scale_in_place, scale_a_row, add_in_place, copy_in_place, assign, assign_from_the_host]
+)
 WHERE = pytest.mark.parametrize("where", ["away", "gathered", "forward", "resident"])
 
 

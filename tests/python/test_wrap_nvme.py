@@ -256,6 +256,9 @@ def test_weights_are_read_and_written(tmp_path, dtype, trained):
         model.blocks[1].first.bias.data.mul_(2.0)
         model.blocks[2].scale.data = torch.full((1,), 0.75, dtype=dtype)
         model.blocks[3].first.bias.data.zero_()
+        model.blocks[3].first.weight.data[1].fill_(0.25)
+        for row in model.blocks[2].first.weight.data:
+            row[2:4] *= 2.0
         with orlop.gathered(model.blocks[4], write=True), torch.no_grad():
             model.blocks[4].first.weight.add_(0.125)
         losses += train(model, optimizer, 2, first=1) if trained else [model(batch(7).to(dtype)).sum().item()]

@@ -1,81 +1,14 @@
-"""What stands for one plane of a parameter's states, or its weights, on drives, and the home of such states."""
+"""The home of states on drives."""
 
 from __future__ import annotations
 
 import torch
 
-from . import errors
-from .offloaded_gradient import METADATA
+from .home_tensor import HomeTensor
 from .state_home import MASTER_KEY, MOMENT_KEYS, PLANE_OF_KEY, HostHome
 from .torch_support import flat
 
 _ZERO_BYTES = 1 << 20
-
-
-class DriveState(torch.Tensor):
-    """Moments, or the rest of a master, of one parameter, on drives, or the `data` of weights that are there.
-
-    It has the parameter's shape. Reading gives a tensor in host memory, which lasts; copy_() and zero_() write piece
-    by piece, any other change in place reads, changes and writes the whole plane. Pickled, or copied, it is a tensor
-    in host memory.
-    """
-
-    @staticmethod
-    def make(home: DriveHome, key: str, dtype: torch.dtype, param: torch.Tensor) -> DriveState:
-        state = torch.Tensor._make_subclass(DriveState, torch.empty((), dtype=dtype).expand(param.shape))
-        state._home, state._key = home, key
-        return state
-
-    def __repr__(self, **_):
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"DriveState({self._key}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA:
-                return func(*args, **kwargs)
-            name = getattr(func, "__name__", "")
-            if name == "__set__":
-                raise errors.UsageError(
-                    "an attribute of a state on drives cannot be set; copy_() writes the state"
-                )
-            changed = args[0] if args and _changes(name) else kwargs.get("out")
-            if isinstance(changed, DriveState) and name == "copy_":
-                changed._home.write_planes({changed._key: _read_all(args[1], {})})
-                return changed
-            if isinstance(changed, DriveState) and name == "zero_":
-                changed._home.zero_plane(changed._key)
-                return changed
-            brought: dict[int, torch.Tensor] = {}
-            result = func(*_read_all(args, brought), **_read_all(kwargs, brought))
-            for state in changed if isinstance(changed, (list, tuple)) else [changed]:
-                if isinstance(state, DriveState):
-                    state._home.write_planes({state._key: brought[id(state)]})
-            return changed if isinstance(changed, DriveState) else result
-
-
-_IN_PLACE_DUNDERS = {
-    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"
-}  # fmt: skip
-
-
-def _changes(name: str) -> bool:
-    return name in _IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__"))
-
-
-def _read_all(value, brought: dict[int, torch.Tensor]):
-    """`value` with one tensor in the place of each state, however often it occurs; `brought`: by the state's id."""
-    if isinstance(value, DriveState):
-        if id(value) not in brought:
-            brought[id(value)] = value._home.read_plane(value._key)
-        return brought[id(value)]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_read_all(item, brought) for item in value)
-    if isinstance(value, dict):
-        return {key: _read_all(item, brought) for key, item in value.items()}
-    return value
 
 
 class DriveHome(HostHome):
@@ -94,7 +27,7 @@ class DriveHome(HostHome):
     def _plane(self, key: str, dtype: torch.dtype, param: torch.Tensor) -> torch.Tensor:
         if key not in self.dtypes:
             return super()._plane(key, dtype, param)
-        return DriveState.make(self, key, dtype, param)
+        return HomeTensor.make(self, key, dtype, param)
 
     def is_written(self) -> bool:
         self.is_blank = False
