@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from typing import NamedTuple
 
 import torch
 
@@ -60,11 +61,13 @@ class StreamedParameter(torch.nn.Parameter):
         if func is torch._has_compatible_shallow_copy_type:
             return True  # module.to() then sets data, which changes nothing
         if func == torch.Tensor.data.__get__ and (first._orlop_entry.is_on_drives or first.is_cuda):
-            return HomeTensor.make(_AwayWeights(first._orlop_entry), "data", first.dtype, first)
+            return HomeTensor.make(_AwayWeights(first._orlop_entry), "data", first.dtype, first, first.device)
         if func == torch.Tensor.data.__set__:
             entry, value = first._orlop_entry, args[1]
             if isinstance(value, StreamedParameter):  # module.to()
                 return _leave(entry, None)
+            if isinstance(value, HomeTensor) and value.is_all_of(_AwayWeights(entry)):
+                return None  # as `p.data += x` does once it has written them
             return entry.write_host(_fitting(first, value))
         if isinstance(first, StreamedParameter) and not any(
             isinstance(a, StreamedParameter) for a in args[1:]
@@ -86,21 +89,20 @@ class StreamedParameter(torch.nn.Parameter):
         )
 
 
-class _AwayWeights:
+class _AwayWeights(NamedTuple):
     """What a HomeTensor asks of its home."""
 
-    def __init__(self, entry):
-        self._entry = entry
+    entry: object  # streamed_block.Entry
 
     def read_plane(self, key: str) -> torch.Tensor:
-        return self._entry.host_view()
+        return self.entry.host_view()
 
     def write_planes(self, values: dict[str, torch.Tensor]) -> None:
         for value in values.values():
-            self._entry.write_host(value)
+            self.entry.write_host(value)
 
     def zero_plane(self, key: str) -> None:
-        self._entry.write_host(torch.zeros(()))
+        self.entry.write_host(torch.zeros(()))
 
 
 @functools.cache
