@@ -14,8 +14,9 @@ micro-batches with gradient checkpointing; it ends when the norm of its gradient
 is done), so that the update, which runs under the next forward, counts in the next step.
 
 Printed for each part: the median step, its range, tokens per second, the ratio to compute (for each number of
-micro-batches), where the host spent the step, the time of Orlop's hooks per block and pass, where weights and
-states are, and the peaks of device memory (torch's allocator) and host memory (resident set).
+micro-batches), how much longer each pass is than compute's, where the host spent the step, the time of Orlop's hooks
+per block and pass, where weights and states are, and the peaks of device memory (torch's allocator) and host memory
+(resident set).
 """
 
 from __future__ import annotations
@@ -244,6 +245,7 @@ class Bench:
         }  # fmt: skip
         base = [r for r in self.results if r["part"] == "compute" and r["micro_batches"] == micro_batches]
         result["ratio"] = base[0]["median_s"] / median if base else None
+        result["added_us"] = self.added(model, result, base[0]) if base else None
         if optimizer is not None:
             result["states"] = self.states(optimizer)
         self.results.append(result)
@@ -270,6 +272,13 @@ class Bench:
         for key in sorted({key for step in steps for key in step}):
             times[" ".join(key)] = statistics.median(step.get(key, 0.0) for step in steps) / count
         return times
+
+    @staticmethod
+    def added(model, result, base) -> list[float]:
+        """Microseconds by which each pass is longer than PyTorch's own in the same run, for each block."""
+        blocks = len(forward_gate.find_blocks(model))
+        pairs = zip(result["passes_s"], base["passes_s"], strict=True)
+        return [(seconds - plain) / blocks * 1e6 for seconds, plain in pairs]
 
     # --- print ----------------------------------------------------------------------------------
 
@@ -306,7 +315,12 @@ class Bench:
         print(f"  {r['micro_batches']} x {r['tokens'] // r['micro_batches']} tokens: {r['median_s']:.4f} s "
               f"({r['min_s']:.4f} to {r['max_s']:.4f}, {r['steps']} steps), "
               f"{r['tokens'] / r['median_s']:,.0f} tok/s{ratio}")  # fmt: skip
-        print("    forward and backward: " + ", ".join(f"{s * 1e3:.0f}" for s in r["passes_s"]) + " ms")
+        added = ""
+        if r["ratio"] is not None and r["part"] != "compute":
+            added = ", of compute's " + ", ".join(f"{us:+.0f}" for us in r["added_us"]) + " us a block"
+        print(
+            "    forward and backward: " + ", ".join(f"{s * 1e3:.0f}" for s in r["passes_s"]) + " ms" + added
+        )
         print("    host: " + ", ".join(f"{key} {value * 1e3:.1f} ms" for key, value in r["host_s"].items()))
         if r["hooks_us"]:
             print("    hooks, us a block: "

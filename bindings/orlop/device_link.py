@@ -215,9 +215,10 @@ class DeviceLink:
         does not wait. What has left is free, once it is much, or with `asks`."""
         while self._leaving:
             arrival, size, stream, grads = self._leaving[0]
-            has_left = (asks or self._leaving_bytes > _MANY_LEAVING) and arrival.query()
+            is_last = len(self._leaving) == 1  # which was sent only now
+            has_left = (asks or (self._leaving_bytes > _MANY_LEAVING and not is_last)) and arrival.query()
             if not has_left:
-                if self._leaving_bytes <= _MOST_LEAVING or len(self._leaving) == 1:
+                if self._leaving_bytes <= _MOST_LEAVING or is_last:
                     break
                 if grads:
                     stream_at(stream, self.device).wait_event(arrival)

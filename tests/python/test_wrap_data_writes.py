@@ -196,7 +196,7 @@ def test_data_plus_what_has_a_gradient(where, tmp_path):
         config["nvme"] = {"paths": [str(tmp_path)], "param_share": 1}
     model, _ = orlop.wrap(Model(), None, config)
     weight, before = model.blocks[2].weight, weights(model)["blocks.2.weight"]
-    change = torch.ones(24, 24, device=DEVICE if where == "gathered" else "cpu", requires_grad=True)
+    change = torch.ones(24, 24, device=DEVICE, requires_grad=True)
     for times in (1, 2):
         with orlop.gathered([weight] if where == "gathered" else [], write=True):
             weight.data += change * 1
