@@ -17,6 +17,7 @@ class UpdateSide:
             rank = self._gate.rank
             work = sorted(work, key=lambda item: rank.get(item[0].param, -1))
         self.steps += 1
+        self._find_written([slot for slot, _ in work])
         for slot, _ in work:
             slot.follow_weights()
         for link in self._links.values():
@@ -34,6 +35,14 @@ class UpdateSide:
             link.make_current_stream_wait()
         if any(slot.link is None for slot, _ in work):
             self.synchronize()
+
+    def _find_written(self, slots):
+        """Weights on a device with a home in host memory, which somebody may have written through `data`. Not where no
+        step waits for the device."""
+        for link in self._links.values():
+            kept = [slot for slot in slots if slot.link is link and slot.measures and not slot.home.on_device]
+            for slot in link.written_weights(kept):
+                slot.version = None
 
     def _update_on_host(self, run, factor):
         if not run:

@@ -37,9 +37,10 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     within rounding. 16-bit parameters have an exact fp32 master: 10 bytes of host memory per bf16 element
     beside the weight itself, 12 per fp16 element, 8 per fp32 element, none for frozen ones.
 
-    Weights may be written between steps: under torch.no_grad(), or by giving a parameter other `data` of its shape.
-    What is written through `p.data` in place, no version counter tells; weights on a GPU with states in host memory
-    are then as the optimizer has them after the next step.
+    Weights may be written between steps: under torch.no_grad(), through `p.data`, or by giving a parameter other `data`
+    of its shape. The next step starts there. (No version counter tells of what is written through `p.data` in place: on a
+    GPU, changes of signs alone are not seen with states in host memory, nor is any with nonfinite="apply", nor in fp16
+    with states on the GPU.)
 
     module: hides the update under the next forward. step() returns at once, and each block of `module` waits
         for its own weights when its forward begins; whoever reads weights otherwise calls synchronize().

@@ -15,6 +15,7 @@ from .device_states import DeviceStates, has_cuda_part
 from .square_sums import SquareSums
 from .state_home import last_at_work
 from .torch_support import flat, stream_at
+from .weight_sums import WeightSums
 
 _log = logging.getLogger("orlop")
 
@@ -94,6 +95,7 @@ class DeviceLink:
         self._leaving_bytes = 0
         self._batches: dict[_orlop.GradientTarget, LeavingBatch] = {}  # by their first target
         self._gates: dict[int, int | None] = {}  # address on the device of words that it waits for
+        self._weight_sums = WeightSums(device) if has_cuda_part() else None
         self.unpinned_bytes = 0
         self._driver = _driver()
         self._wait_for_event = (
@@ -141,6 +143,7 @@ class DeviceLink:
         self.pin_no_more_than([])
         self._leaving.clear()
         self._leaving_bytes = 0
+        self._weight_sums = None
         self.room.clear()
 
     close = unpin
@@ -269,11 +272,32 @@ class DeviceLink:
         """Brings weights that were written in host memory."""
         flat(slot.param).copy_(slot.home.weights)
 
+    def leave_weights(self, homes: list, params: list) -> None:
+        """Those of the device are as their homes: what differs at the next step somebody has written."""
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        self._leave_behind(homes, params)
+
+    def _leave_behind(self, homes: list, params: list) -> None:
+        """What the stream that brings weights up was given."""
+        if self._weight_sums is not None:
+            with torch.cuda.stream(self.up):
+                self._weight_sums.leave(homes, params)
+
+    def written_weights(self, slots: list) -> list:
+        """Slots whose weights on the device are not as the last upload has left them; waits for what torch's current
+        stream was given."""
+        if self._weight_sums is None or not slots:
+            return []
+        torch.cuda.current_stream(self.device).wait_stream(self.up)
+        return self._weight_sums.written(slots)
+
     def upload(self, slots: list, version: int) -> None:
         """Brings the new weights of slots once the last of them is written, as `version` has it, in whose order they
         are; this thread does not wait for it."""
         gate = self._gate(slots[-1].home, version)
-        self._bring([slot.param for slot in slots], [slot.home.weights for slot in slots], gate, False)
+        homes, params = [slot.home for slot in slots], [slot.param for slot in slots]
+        self._bring(params, [home.weights for home in homes], gate, False)
+        self._leave_behind(homes, params)
         uploaded = torch.cuda.Event()
         uploaded.record(self.up)
         for slot in slots:

@@ -47,7 +47,8 @@ class Slot:
         self.device_index = param.get_device()  # -1: the host
         self.is_contiguous = param.is_contiguous()
         self.reference = weakref.ref(self)
-        self.version = param._version  # of the weights, when this optimizer last wrote or read them
+        # Of the weights, when this optimizer last wrote or read them; None once they were written unseen.
+        self.version = param._version
         self.measures = True
         self.loaded_rest = None  # a loaded master's rest, until weights and rest have met
         self.stand_in: OffloadedGradient | None = None

@@ -42,6 +42,10 @@ class HostHome:
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         if hold:
             self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel, self.gradient.data_ptr())
+        # Of the weights' squares: rows of the link's WeightSums.
+        self.left_sum, self.found_sum = (
+            _orlop.GradientTarget(DTYPES[self.dtype], self.numel) for _ in range(2)
+        )
         self.measured = False  # the sum of the gradient's squares is there, or on its way
         self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
         # Event of the last copy from the device; None behind what the optimizer's thread makes.
@@ -68,6 +72,7 @@ class HostHome:
         weights = self.link.read_weights(slot.param)
         if weights is not None:
             self.take_weights(slot, weights)
+            self.link.leave_weights([self], [slot.param])
         else:  # on drives, which the master follows
             slot.version = slot.param._version
 

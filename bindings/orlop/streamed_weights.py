@@ -35,6 +35,9 @@ class _Link:
         manager.forget_readings()
         manager.refresh()
 
+    def leave_weights(self, homes, params) -> None:
+        """Here every write of the device's copy is seen (streamed_parameter.present)."""
+
     def upload(self, slots, version) -> None:
         """The homes are written by the update itself; a copy on the device is fetched again when it is needed."""
         manager = self._manager()

@@ -145,6 +145,7 @@ class HostLink:
         self.pending = []
         self.uploads = self.offloads = self.let_go_at = 0
         self.last = None  # copy of a gradient
+        self.left = {}  # weights by home
 
     def pin(self, ranges):
         self.ranges = ranges
@@ -202,6 +203,13 @@ class HostLink:
     def write_weights(self, slot):
         slot.param.detach().as_strided((slot.numel,), (1,)).copy_(slot.home.weights)
 
+    def leave_weights(self, homes, params):
+        self.left.update((home, param.data.clone()) for home, param in zip(homes, params, strict=True))
+
+    def written_weights(self, slots):
+        self.make_current_stream_wait()
+        return [slot for slot in slots if not torch.equal(self.left[slot.home], slot.param)]
+
     def begin_updates(self):
         self.make_current_stream_wait()
 
@@ -217,6 +225,7 @@ class HostLink:
                 time.sleep(0.0005)
             for slot, home in zip(slots, homes, strict=True):
                 slot.param.data.as_strided((slot.numel,), (1,)).copy_(home.weights)
+                self.left[home] = slot.param.data.clone()
 
         self.uploads += 1
         uploaded = threading.Thread(target=copy)

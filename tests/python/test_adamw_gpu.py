@@ -188,19 +188,32 @@ def test_gradients_leave_during_backward():
 
 
 @DTYPES
-def test_changed_weights_are_where_the_next_step_starts(dtype):
-    """Case B-09."""
+@pytest.mark.parametrize(
+    "write", [lambda p: p[::2].mul_(0.5), lambda p: p.data[7].fill_(0.25)], ids=["seen", "data"]
+)
+@pytest.mark.parametrize("when", [0, 2])
+def test_changed_weights_are_where_the_next_step_starts(dtype, write, when):
+    """Case B-09: with and without autograd's version counter, before the first step and after others."""
     p = torch.nn.Parameter(torch.linspace(1, 2, 1000, device="cuda").to(dtype))
-    optimizer = orlop.AdamW([p], lr=1e-2)
-    p.sum().backward()
-    optimizer.step()
+    other = torch.nn.Parameter(torch.linspace(1, 2, 3000, device="cuda").to(dtype))
+    optimizer = orlop.AdamW([p, other], lr=1e-2, states="host")
+    for step in range(when + 1):
+        (p.sum() + other.sum()).backward()
+        if step < when:
+            optimizer.step()
+            optimizer.zero_grad()
+    master = optimizer.master(other)
     with torch.no_grad():
-        p[::2].mul_(0.5)
+        write(p)
     changed = p.detach().clone()
-    optimizer.param_groups[0]["lr"] = 0.0
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     optimizer.step()
     optimizer.synchronize()
     assert torch.equal(p, changed)
+    assert torch.equal(optimizer.master(p), changed.float().cpu()) or when > 0
+    assert torch.equal(optimizer.master(other), master)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("clip", ["ours", "torch"])

@@ -297,6 +297,27 @@ def test_norms_are_of_gradients_that_have_arrived(away, accumulation, gradients,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_written_through_data_are_noticed(away, dtype):
+    """Case B-09 on a device: no version counter tells of it."""
+    p, other = (torch.nn.Parameter(torch.linspace(1, 2, 50).to(dtype)) for _ in range(2))
+    optimizer = orlop.AdamW([p, other], lr=1e-2)
+    p.data[3].fill_(0.25)
+    for lr in (1e-2, 1e-2, 0.0):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        (p.sum() + other.sum()).backward()
+        p.data[7:9].mul_(0.5)
+        expected, master = p.detach().clone(), optimizer.master(other)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        assert p[3].item() < 0.26 and (p[7:9] <= expected[7:9]).all()
+    assert torch.equal(p, expected)
+    assert torch.equal(optimizer.master(p)[7:9], expected[7:9].float())
+    assert torch.equal(optimizer.master(other), master)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_changed_weights_are_noticed(away, dtype):
     """Case B-09 on a device: an in-place write is where master and next step start."""
     p = torch.nn.Parameter(torch.linspace(1, 2, 50).to(dtype))
