@@ -36,9 +36,8 @@ def make_trainer(folder, out, steps=12, **options):
         logging_steps=1,
         report_to=[],
         use_cpu=True,
-        learning_rate=1e-3,
         disable_tqdm=True,
-        **{"gradient_accumulation_steps": 2, "save_strategy": "no", **options},
+        **{"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "save_strategy": "no", **options},
     )
     return transformers.Trainer(
         model, args, train_dataset=Data(), eval_dataset=Data(), optimizer_cls_and_kwargs=optimizer
@@ -237,3 +236,74 @@ def test_axolotl_plugin(model_dir, tmp_path):
     assert all(p.ndim == 1 for p in trainer.optimizer.param_groups[1]["params"])
     trainer.train()
     assert trainer.optimizer is not None and len(log(trainer)) == 12
+
+
+@pytest.mark.parametrize("given", ["arguments", "class", "ours", "trained"])
+def test_attach_keeps_what_the_trainer_was_given(model_dir, tmp_path, given):
+    """Hyperparameters of optimizer_cls_and_kwargs count, and so does an optimizer that has trained already."""
+    hyper = {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-6}
+    classes = {"class": (torch.optim.Adam, hyper | {"fused": True}), "ours": (orlop.Adam, hyper)}
+
+    def trainer(name):
+        options = {"learning_rate": 3e-4, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+        kind = (torch.optim.Adam, hyper) if given in classes else None
+        made = make_trainer(
+            model_dir("llama", True),
+            tmp_path / name,
+            steps=4,
+            optimizer=classes.get(given, kind) if name == "ours" else kind,
+            **({} if given in classes else options),
+        )
+        if given == "trained":
+            made.train()
+        return made
+
+    expected, attached = trainer("theirs"), orlop.hf.attach(trainer("ours"))
+    for each in (expected, attached):
+        each.train()
+    assert type(orlop.hf.unwrap(attached.optimizer)) is (orlop.Adam if given in classes else orlop.AdamW)
+    assert_close(log(attached), log(expected))
+
+
+@pytest.mark.parametrize("way", ["name", "class"])
+def test_attach_refuses_other_optimizers(model_dir, tmp_path, way):
+    options = {"optim": "adafactor"} if way == "name" else {"optimizer": (torch.optim.SGD, {"lr": 0.1})}
+    trainer = make_trainer(model_dir("llama", True), tmp_path, **options)
+    with pytest.raises(orlop.UsageError, match=r"adafactor.*adamw_torch" if way == "name" else r"SGD.*AdamW"):
+        orlop.hf.attach(trainer)
+
+
+def test_options_that_come_too_late_are_refused(model_dir, tmp_path):
+    trainer = make_trainer(model_dir("llama", True), tmp_path)
+    trainer.optimizer = orlop.AdamW(trainer.model.parameters())
+    with pytest.raises(orlop.UsageError, match=r"orlop\.AdamW already, which takes moments"):
+        orlop.hf.attach(trainer, moments="bf16")
+    with pytest.raises(orlop.UsageError, match=r"orlop\.AdamW already, which takes moments"):
+        orlop.hf.prepare(trainer.accelerator, trainer.model, trainer.optimizer, moments="bf16")
+    orlop.hf.attach(trainer)
+
+
+def test_attach_follows_a_model_that_is_made_anew(model_dir, tmp_path):
+    """model_init gives every train() another model: it is that one's forward that waits for the update."""
+    folder = model_dir("llama", True)
+    args = make_trainer(folder, tmp_path, steps=4).args
+    trainer = transformers.Trainer(
+        args=args,
+        train_dataset=Data(),
+        model_init=lambda: transformers.AutoModelForCausalLM.from_pretrained(folder),
+    )
+    orlop.hf.attach(trainer)
+    for _ in range(2):
+        trainer.train()
+        optimizer = orlop.hf.unwrap(trainer.optimizer)
+        assert optimizer._module is trainer.model
+
+
+def test_attach_keeps_the_settings_of_the_scaler(model_dir, tmp_path):
+    trainer = make_trainer(model_dir("llama", True), tmp_path)
+    settings = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
+    scaler = orlop.hf.attach(trainer).accelerator.scaler
+    assert isinstance(scaler, orlop.GradScaler) and scaler.get_scale() == 8.0
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (4.0, 0.25)
+    assert scaler.get_growth_interval() == 7
