@@ -24,8 +24,21 @@ _ALLOWED = METADATA | {
     torch.Tensor.requires_grad_,
     torch.Tensor.register_hook,
     torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
     torch.Tensor.untyped_storage,
     torch.Tensor.data_ptr,
+    # Other tensors of its shape, dtype or device.
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
 }
 _told: set[str] = set()
 
@@ -38,6 +51,9 @@ class StreamedParameter(torch.nn.Parameter):
     def __repr__(self, **_):
         with torch._C.DisableTorchFunctionSubclass():
             return f"StreamedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, weights {_place(self)})"
+
+    def __format__(self, spec):
+        return format(repr(self), spec)
 
     def __deepcopy__(self, memo):
         raise errors.UsageError(
@@ -54,7 +70,7 @@ class StreamedParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _ALLOWED:
+        if func in _ALLOWED or (func is torch.Tensor.type and len(args) + len(kwargs) == 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None

@@ -192,7 +192,34 @@ def test_weight_reports_itself_while_it_is_away():
                         lambda p: p.mul_(0.5), lambda p: torch.nn.functional.linear(batch(0), p)):  # fmt: skip
                 with pytest.raises(orlop.UsageError, match=rf"{name.replace('.', chr(92) + '.')}.*gathered"):
                     use(p)
-    assert "host memory" in repr(model.blocks[0].weight)
+    weight = model.blocks[0].weight
+    assert "host memory" in repr(weight) and "host memory" in f"{weight}"
+    assert (len(weight), weight.type(), weight.is_signed()) == (24, Model().blocks[0].weight.type(), True)
+    for made in (torch.zeros_like(weight), weight.new_zeros(24, 24)):
+        assert type(made) is torch.Tensor and (made.device, made.dtype) == (weight.device, weight.dtype)
+        assert torch.equal(made, torch.zeros(24, 24, device=DEVICE))
+
+
+def test_a_wrapped_model_can_be_printed():
+    """With parameters in containers, which torch prints by asking each for its type, as adapters have."""
+
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = torch.nn.ParameterDict(
+                {"default": torch.nn.Parameter(torch.ones(24, device=DEVICE))}
+            )
+
+        def forward(self, x):
+            return x * self.scales["default"]
+
+    def make():
+        model = Model()
+        model.blocks = torch.nn.ModuleList(Part() for _ in range(3))
+        return model
+
+    model, _ = orlop.wrap(make(), {"lr": 1e-2})
+    assert str(model) == str(make())
 
 
 def test_gathered_reads_and_edits():
