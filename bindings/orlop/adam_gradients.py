@@ -141,6 +141,7 @@ class GradientSide:
 
     # --- for users ------------------------------------------------------------------------------
 
+    @torch_support.not_compiled
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
         """Scales all gradients so that their 2-norm is at most `max_norm`; returns the norm before that,
@@ -158,6 +159,7 @@ class GradientSide:
             self.scale_gradients_(factor)
         return torch.tensor(norm, dtype=torch.float32)
 
+    @torch_support.not_compiled
     @torch.no_grad()
     def scale_gradients_(self, factor):
         """Multiplies all gradients; those that have left, exactly once, in fp32, when they are used."""
@@ -173,6 +175,7 @@ class GradientSide:
             return None
         return p.grad.detach().clone() if not self._slot_of(p).is_away else p.grad.clone()
 
+    @torch_support.not_compiled
     def zero_grad(self, set_to_none=True):
         """As in torch; gradients that have left are dropped."""
         self._flush()

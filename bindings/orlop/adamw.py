@@ -219,6 +219,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
 
     # --- step -----------------------------------------------------------------------------------
 
+    @torch_support.not_compiled
     @torch.no_grad()
     def step(self, closure=None):
         """One update of every parameter that has a gradient; returns what `closure` returned.
@@ -241,6 +242,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
             self._placement.after_step()
         return loss
 
+    @torch_support.not_compiled
     def synchronize(self):
         """Waits until every weight of the last step is written; raises what went wrong."""
         self._native.synchronize()

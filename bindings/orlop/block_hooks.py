@@ -12,18 +12,7 @@ from itertools import chain
 import torch
 
 from . import errors
-
-
-def _not_compiled(function):
-    """What a hook does is no part of a block that is compiled."""
-    apart = torch._disable_dynamo(function)  # loads the compiler when it is called
-
-    @functools.wraps(function)
-    def hook(*args):
-        return (apart if torch.compiler.is_dynamo_compiling() else function)(*args)
-
-    return hook
-
+from .torch_support import not_compiled
 
 # Values of which everybody knows that no graph hangs on them.
 _PLAIN = frozenset(
@@ -141,7 +130,7 @@ def _leaves(value, depth: int = _DEPTH):
             yield value
 
 
-@_not_compiled
+@not_compiled
 def _enter(manager, index, *_):
     manager = manager()
     if manager is None:
@@ -152,7 +141,7 @@ def _enter(manager, index, *_):
         manager.begin_forward(index)
 
 
-@_not_compiled
+@not_compiled
 def _leave(manager, index, _module, _args, output):
     reference, manager = manager, manager()
     if manager is None or manager.all_stay:

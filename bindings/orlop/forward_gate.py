@@ -7,6 +7,8 @@ import weakref
 
 import torch
 
+from .torch_support import not_compiled
+
 
 def find_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated parts of a model in the order of their registration: the members of its outermost ModuleLists, each
@@ -147,6 +149,7 @@ class ForwardGate:
             optimizer.synchronize()
 
 
+@not_compiled
 def _before_forward(gate, unit, *_):
     gate = gate()
     if gate is not None:
@@ -155,6 +158,7 @@ def _before_forward(gate, unit, *_):
             gate.forget_dropped(unit)
 
 
+@not_compiled
 def _before_access(gate, *_):
     gate = gate()
     if gate is not None:

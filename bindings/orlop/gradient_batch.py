@@ -6,7 +6,7 @@ import torch
 
 from .gradient_sum import DeviceSum, HostSum, make_sum
 from .offloaded_gradient import OffloadedGradient
-from .torch_support import stream_at
+from .torch_support import not_compiled, stream_at
 
 # Of gradients that leave together, but for the last ones: their way to host memory takes several times as long as
 # the calls that send them.
@@ -171,6 +171,7 @@ class Collector:
         """Torch's, as the driver names it."""
         return torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
 
+    @not_compiled
     def _end(self) -> None:
         """The backward has ended, and the stream that it was called on is current again."""
         self._task = -1
@@ -247,6 +248,7 @@ class Unit:
         for hook in self._hooks.values():
             hook.calls(self._arrive)
 
+    @not_compiled
     def _arrive(self, parameter: torch.Tensor) -> None:
         """While the order is not known."""
         if not self.arrived:
@@ -278,6 +280,7 @@ class Unit:
             hook.calls(self.arrived.append)
         self._hooks[id(self.arrived[-1])].calls(self._arrive_last)
 
+    @not_compiled
     def _arrive_last(self, _parameter: torch.Tensor) -> None:
         self.stream = self.collector.current_stream()
         self.collector.end(self)

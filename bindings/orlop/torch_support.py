@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -40,6 +41,17 @@ torch = require_torch("this part of Orlop")
 TORCH_VERSION = _version_of(torch)
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+
+
+def not_compiled(function):
+    """What it does is no part of a model, or of a step, that is compiled."""
+    apart = torch._disable_dynamo(function)  # loads the compiler when it is called
+
+    @functools.wraps(function)
+    def either(*args, **kwargs):
+        return (apart if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+
+    return either
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memory_use import allocated, resident_bytes  # noqa: E402
-from wrap_model import Model, plain, streamed, train  # noqa: E402
+from wrap_model import Model, batch, plain, streamed, train  # noqa: E402
 
 import orlop  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
@@ -125,6 +125,50 @@ def test_blocks_under_torch_compile(when):
     torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
     assert stream_of(model).peak_blocks <= 2
     assert stream_of(model).resident_blocks() == []
+
+
+def hidden(model):
+    return model, orlop.AdamW(model.parameters(), lr=1e-2, module=model)
+
+
+@pytest.mark.parametrize("make", [hidden, streamed], ids=["module", "wrap"])
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "loop"])
+def test_what_is_compiled_holds_nothing_of_the_optimizer(make, whole):
+    """A compiled step() of an optimizer is a matter of seconds, not minutes, and a compiled loop has right values."""
+    expected = train(*plain(Model(blocks=2)), steps=3)
+    torch._dynamo.reset()
+    model, optimizer = make(Model(blocks=2))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def forward(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def update():
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loop(x):
+        loss = forward(x)
+        update()
+        return loss
+
+    if whole:
+        run = torch.compile(loop, backend=backend)
+        losses = [run(batch(step)).item() for step in range(3)]
+    else:
+        run, losses = torch.compile(update, backend=backend), []
+        for step in range(3):
+            losses.append(forward(batch(step)).item())
+            run()
+        assert graphs == []
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["door1", "door2"])
