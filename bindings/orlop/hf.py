@@ -37,7 +37,8 @@ def attach(trainer, **options):
     optimizer that it was given, as an object or as optimizer_cls_and_kwargs. Other kinds than Adam's are refused.
 
     options: those of orlop.AdamW, such as gradients= or moments=; module=None turns hiding off. Returns
-    the trainer. Checkpoints of the Trainer hold and resume the optimizer as usual.
+    the trainer. Checkpoints of the Trainer hold and resume the optimizer as usual. A callback that reads weights
+    between steps, to average them, say, calls unwrap(optimizer).synchronize() before.
     """
     transformers = _transformers()
     if trainer.optimizer is not None:

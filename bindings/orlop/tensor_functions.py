@@ -13,16 +13,17 @@ def _of_tensors(*names: str) -> set:
 # Operations that ask about the tensor, not for its elements.
 METADATA = (
     _of_tensors(
-        "__len__", "dim", "ndimension", "numel", "nelement", "size", "stride", "storage_offset", "element_size", "is_floating_point",
-        "is_complex", "is_contiguous", "is_conj", "is_neg", "is_signed", "is_inference", "get_device",
+        "__len__", "dim", "ndimension", "numel", "nelement", "size", "stride", "storage_offset", "element_size",
+        "is_floating_point", "is_complex", "is_contiguous", "is_conj", "is_neg", "is_signed", "is_inference",
+        "get_device",
     )
     | {torch.is_floating_point, torch.is_complex, torch.numel}
     | {
         attribute.__get__
         for attribute in _of_tensors(
-            "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_cuda", "is_cpu", "is_leaf", "is_quantized",
-            "is_meta", "is_nested", "is_mps", "is_xpu", "requires_grad", "grad_fn", "output_nr", "names", "_version",
-            "_backward_hooks", "retains_grad", "itemsize", "nbytes",
+            "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_cuda", "is_cpu",
+            "is_leaf", "is_quantized", "is_meta", "is_nested", "is_mps", "is_xpu", "requires_grad", "grad_fn",
+            "output_nr", "names", "_version", "_backward_hooks", "retains_grad", "itemsize", "nbytes",
         )
     }
 )  # fmt: skip
