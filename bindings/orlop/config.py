@@ -118,14 +118,17 @@ def _ratio(text: Any) -> float:
     return value
 
 
-def _one_of(*names: str) -> Callable[[Any], str]:
-    def choice(text: Any) -> str:
-        value = str(text).strip().lower()
-        if value not in names:
-            raise ValueError(f"{text!r} is not one of {', '.join(names)}")
-        return value
+class OneOf:
+    """Parses one of `names`, whatever its case."""
 
-    return choice
+    def __init__(self, *names: str):
+        self.names = names
+
+    def __call__(self, text: Any) -> str:
+        value = str(text).strip().lower()
+        if value not in self.names:
+            raise ValueError(f"{text!r} is not one of {', '.join(self.names)}")
+        return value
 
 
 def _text(value: Any) -> str:
@@ -160,18 +163,25 @@ _OPTIONS = (
         "data",
         _paths,
         None,
-        "training files: .txt .md .jsonl .tok, or folders of them",
+        "text or tokens: .txt .md .rst, .jsonl or .ndjson with {text} or {messages}, .tok, or folders of them",
         ("train_file", "dataset"),
         is_list=True,
     ),
-    Option("eval_data", _paths, None, "held-out files", ("validation_file", "eval_dataset"), is_list=True),
+    Option(
+        "eval_data",
+        _paths,
+        None,
+        "held-out files, likewise",
+        ("validation_file", "eval_dataset"),
+        is_list=True,
+    ),
     Option("output", _text, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
     Option("seq_len", _positive, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
     Option(
         "train_on",
-        _one_of("assistant", "all"),
+        OneOf("assistant", "all"),
         "assistant",
-        "tokens of {messages} that carry loss: assistant or all",
+        "tokens of {messages} that carry loss",
     ),
     Option("chat_template", _text, None, "Jinja file instead of the model's own template"),
     # Batch and length.
@@ -193,8 +203,8 @@ _OPTIONS = (
     Option("beta2", _ratio, 0.999, "decay of the second moment", ("adam_beta2",)),
     Option("eps", _above_zero, 1e-8, "added to the root of the second moment", ("adam_epsilon",)),
     Option("weight_decay", _not_negative, 0.0, "not applied to norms and biases", ("wd",)),
-    Option("optim", _one_of("adamw", "adam"), "adamw", "adamw (decoupled decay) or adam (L2)"),
-    Option("moments", _one_of("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
+    Option("optim", OneOf("adamw", "adam"), "adamw", "decay decoupled (adamw) or in the gradient (adam)"),
+    Option("moments", OneOf("fp32", "bf16"), "fp32", "bf16 with stochastic rounding saves 4 B/param"),
     Option(
         "clip",
         _not_negative,
@@ -205,7 +215,7 @@ _OPTIONS = (
     ),
     Option(
         "schedule",
-        _one_of("cosine", "linear", "constant", "wsd"),
+        OneOf("cosine", "linear", "constant", "wsd"),
         "cosine",
         "course of the rate",
         ("lr_scheduler_type",),
@@ -215,10 +225,10 @@ _OPTIONS = (
     Option("min_lr_ratio", _ratio, 0.0, "final rate over peak rate"),
     Option("decay_ratio", _ratio, 0.1, "share of the steps in which wsd decays"),
     # Machine.
-    Option("precision", _one_of("bf16", "fp16", "fp32"), "bf16", "dtype of compute"),
+    Option("precision", OneOf("bf16", "fp16", "fp32"), "bf16", "dtype of compute"),
     Option(
         "grad_wire",
-        _one_of("fp32", "bf16"),
+        OneOf("fp32", "bf16"),
         "fp32",
         "dtype of gradients between ranks; bf16: half the bytes, each rank's part is rounded once and summed in fp32",
         ("gradient_wire",),
@@ -240,13 +250,13 @@ _OPTIONS = (
     Option("nvme_block", parse_bytes, 2**20, "bytes of one request to a drive"),
     Option("nvme_queue_depth", _positive, 32, "requests in flight"),
     Option("nvme_direct", parse_bool, True, "past the page cache where possible", is_flag=True),
-    Option("nvme_engine", _one_of("auto", "io_uring", "threads"), "auto", "how drives are reached"),
-    Option("nvme_verify", _one_of("off", "sample", "full"), "sample", "checksums of what is read"),
+    Option("nvme_engine", OneOf("auto", "io_uring", "threads"), "auto", "how drives are reached"),
+    Option("nvme_verify", OneOf("off", "sample", "full"), "sample", "checksums of what is read"),
     Option("threads", parse_int, 0, "host threads; 0: every usable core"),
     Option("prefetch", parse_int, None, "blocks uploaded ahead of compute", ("prefetch_depth",)),
     Option("resident_blocks", parse_int, None, "blocks whose weights stay on the device", ("resident",)),
     Option("device_optimizer_blocks", parse_int, None, "blocks whose optimizer states live on the device"),
-    Option("activations", _one_of("device", "host", "nvme"), None, "where block inputs wait for backward"),
+    Option("activations", OneOf("device", "host", "nvme"), None, "where block inputs wait for backward"),
     Option("wave", _positive, None, "micro-batches per wave"),
     Option("nvme_optimizer_blocks", parse_int, None, "last blocks whose optimizer states are on the drives"),
     Option("nvme_param_blocks", parse_int, None, "last blocks whose weights are there, too"),

@@ -54,12 +54,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(capsys, argv, part):
 def test_help_and_version_print_and_succeed(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for verb in ("finetune", "eval", "plan", "export", "inspect", "bench", "doctor", "plot"):
+    for verb in ("finetune", "eval", "plan", "export", "inspect", "bench", "doctor", "plot", "config"):
         assert verb in out
     assert run(capsys, "--version")[1].startswith("orlop ")
     code, out, _ = run(capsys, "finetune", "--help")
     assert code == 0
     assert "--per-device-train-batch-size" in out
+    for choices in ("--schedule cosine|linear|constant|wsd", "--activations device|host|nvme"):
+        assert choices in out
 
 
 def edit_json(path, **changes):

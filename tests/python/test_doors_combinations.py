@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import logging
 import re
@@ -17,7 +16,7 @@ from memory_use import arena_bytes  # noqa: E402
 import orlop  # noqa: E402
 from host_link import all_away  # noqa: E402
 from orlop import deepspeed_compat  # noqa: E402
-from orlop.config import OPTIONS, RunConfig  # noqa: E402
+from orlop.config import OPTIONS, OneOf, RunConfig  # noqa: E402
 from orlop.deepspeed_compat.ops.adam import DeepSpeedCPUAdam, FusedAdam  # noqa: E402
 from orlop.deepspeed_keys import OPTIMIZERS, SCHEDULERS  # noqa: E402
 from orlop.engine_config import engine_config  # noqa: E402
@@ -273,13 +272,12 @@ def test_what_a_deepspeed_configuration_may_name_trains(name, scheduler):
 
 def listed_values():
     """Options of a run that a list of names belongs to, and that the engine sees."""
-    values = []
-    for name, option in OPTIONS.items():
-        of_closure = (
-            inspect.getclosurevars(option.parse).nonlocals if inspect.isfunction(option.parse) else {}
-        )
-        if name != "train_on":
-            values += [(name, value) for value in of_closure.get("names", ())]
+    values = [
+        (name, value)
+        for name, option in OPTIONS.items()
+        if isinstance(option.parse, OneOf) and name != "train_on"
+        for value in option.parse.names
+    ]
     values.remove(("nvme_engine", "io_uring"))  # not every machine has it; auto takes it where it is there
     return values
 

@@ -57,12 +57,20 @@ _SCALE_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--path", default=".", metavar="DIR", help="bench io: folder on the drive")
     parser.add_argument(
-        "--size", type=argument(parse_bytes), default="256MiB", help="bench io: bytes of the temporary file"
+        "--path", default=".", metavar="DIR", help="bench io: folder on the drive (default: this one)"
     )
     parser.add_argument(
-        "--pairs", type=argument(parse_int, low=1), default=7, help="bench io: measurements beside fio"
+        "--size",
+        type=argument(parse_bytes),
+        default="256MiB",
+        help="bench io: bytes of the temporary file (default %(default)s)",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=argument(parse_int, low=1),
+        default=7,
+        help="bench io: measurements beside fio (default %(default)s)",
     )
     add_option_flags(parser, _NAMES)
 

@@ -1,4 +1,4 @@
-"""orlop eval: held-out loss of a model folder, or of a run's newest checkpoint."""
+"""orlop eval: held-out loss of a model folder, or of a checkpoint of a run from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _NAMES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--checkpoint", metavar="STEP_DIR", help="evaluate this step-N folder of --model")
+    parser.add_argument(
+        "--checkpoint", metavar="STEP_DIR", help="a run's step-N folder: its weights instead of the model's"
+    )
     add_option_flags(parser, _NAMES)
 
 

@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="the model folder that the run started from, if it moved"
     )
     parser.add_argument(
-        "--max-shard-size", type=argument(parse_bytes), default="5GiB", metavar="BYTES", help="bytes per file"
+        "--max-shard-size",
+        type=argument(parse_bytes),
+        default="5GiB",
+        metavar="BYTES",
+        help="bytes per file (default %(default)s)",
     )
 
 

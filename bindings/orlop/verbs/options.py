@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import OPTIONS, RunConfig, canonical_name, read_config_file
+from ..config import OPTIONS, OneOf, RunConfig, canonical_name, read_config_file
 from ..errors import UsageError
 
 
@@ -40,6 +40,8 @@ def add_option_flags(parser: argparse.ArgumentParser, names: tuple[str, ...] | N
         if names is not None and option.name not in names:
             continue
         extra: dict[str, Any] = {"metavar": option.name.upper()}
+        if isinstance(option.parse, OneOf):
+            extra["metavar"] = "|".join(option.parse.names)
         if option.is_list:
             extra["nargs"] = "+"
         elif option.is_flag:
