@@ -2,7 +2,7 @@
 
     trainer = Trainer(model, args, ..., optimizer_cls_and_kwargs=(orlop.AdamW, {"lr": 2e-5}))
 
-is enough. `attach(trainer)` reads the hyperparameters from the TrainingArguments and also hides the update
+is enough, from transformers 4.47 on. `attach(trainer)` reads the hyperparameters from the TrainingArguments and also hides the update
 under the next forward, logs what was skipped, and ends fp16 runs that no smaller loss scale can cure.
 """
 
@@ -41,6 +41,11 @@ def attach(trainer, **options):
     between steps, to average them, say, calls unwrap(optimizer).synchronize() before.
     """
     transformers = _transformers()
+    if not hasattr(trainer, "optimizer_cls_and_kwargs"):  # it would train with an optimizer of its own
+        raise errors.UsageError(
+            f"orlop.hf.attach needs transformers 4.47 or newer, {transformers.__version__} is installed: "
+            "pip install --upgrade transformers"
+        )
     if trainer.optimizer is not None:
         trainer.optimizer = _taken_over(unwrap(trainer.optimizer), trainer.model, options)
     kind, kwargs = _asked_for(trainer)

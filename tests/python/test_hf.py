@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,8 +13,12 @@ accelerate = pytest.importorskip("accelerate")
 
 import orlop  # noqa: E402
 import orlop.hf  # noqa: E402
+from orlop.torch_support import TORCH_VERSION  # noqa: E402
 
 OURS = (orlop.AdamW, {"lr": 1e-3})
+RESUMES = pytest.mark.skipif(
+    TORCH_VERSION < (2, 6), reason="transformers reads optimizer.pt from PyTorch 2.6 on"
+)
 
 
 class Data(torch.utils.data.Dataset):
@@ -76,6 +83,7 @@ def test_trainer_equals_torch(model_dir, tmp_path, way):
         assert trainer.state.log_history[0]["orlop_host_gib"] >= 0.0005
 
 
+@RESUMES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attached", [False, True])
 def test_trainer_checkpoint_resumes_exactly(model_dir, tmp_path, attached, dtype):
@@ -95,6 +103,7 @@ def test_trainer_checkpoint_resumes_exactly(model_dir, tmp_path, attached, dtype
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True))
 
 
+@RESUMES
 def test_checkpoint_of_torch_resumes(model_dir, tmp_path):
     """optimizer.pt of a Trainer with torch's AdamW."""
     folder = model_dir("llama", True)
@@ -225,9 +234,28 @@ def test_a_trainer_with_optimizer_and_scheduler_of_its_own(model_dir, tmp_path):
     assert_close(losses, expected)
 
 
+def test_a_trainer_that_would_not_use_the_optimizer_is_refused(model_dir, tmp_path):
+    """Before transformers 4.47 it makes one of its own, whatever it is told."""
+    trainer = make_trainer(model_dir("llama", True), tmp_path)
+    del trainer.optimizer_cls_and_kwargs
+    with pytest.raises(orlop.UsageError, match=r"transformers 4\.47 or newer"):
+        orlop.hf.attach(trainer)
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    """Axolotl, or, where it is not installed, the name that the plug-in needs of it."""
+    try:
+        import axolotl.integrations.base  # noqa: F401
+    except ImportError:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules["axolotl.integrations.base"].BasePlugin = object
+
+
+@pytest.mark.usefixtures("axolotl")
 def test_axolotl_plugin(model_dir, tmp_path):
     """The plug-in's groups are those of the Trainer: decay for matrices only."""
-    pytest.importorskip("axolotl.integrations.base")
     from orlop.integrations.axolotl import Plugin
 
     trainer = make_trainer(model_dir("llama", True), tmp_path, weight_decay=0.1)
