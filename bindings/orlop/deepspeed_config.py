@@ -97,8 +97,7 @@ class DeepSpeedConfig:
     def _normalised(self, values: dict[str, Any]) -> dict[str, Any]:
         """One spelling for every key; two spellings of one key are an error that names both."""
         for old, new in table.RENAMED.items():
-            if "." not in old:
-                _rename(values, old, new, self.source)
+            _rename(values, old, new, self.source)
         zero = values.get(_ZERO)
         if isinstance(zero, bool):
             values[_ZERO] = {"stage": int(zero)}
@@ -111,8 +110,8 @@ class DeepSpeedConfig:
         for key in list(zero):
             if f"{_ZERO}.stage3_{key}" in table.KEYS:
                 _rename(zero, key, f"stage3_{key}", self.source)
-        old = "stage3_gather_fp16_weights_on_model_save"
-        _rename(zero, old, "stage3_gather_16bit_weights_on_model_save", self.source)
+        for old, new in table.RENAMED_IN_ZERO.items():
+            _rename(zero, old, new, self.source)
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             if old not in zero:
                 continue
@@ -122,8 +121,10 @@ class DeepSpeedConfig:
             if wanted is True:
                 zero[new] = {"device": "cpu"}
             self.findings.append(Finding(f"{_ZERO}.{old}", wanted, "A", f"deprecated: {new}.device"))
-        if "cpu_offload_use_pin_memory" in zero:
-            zero.pop("cpu_offload_use_pin_memory")
+        old = "cpu_offload_use_pin_memory"
+        if old in zero:
+            note = table.KEYS[f"{_ZERO}.offload_optimizer.pin_memory"].note
+            self.findings.append(Finding(f"{_ZERO}.{old}", zero.pop(old), "B", f"deprecated: {note}"))
         for section in ("offload_optimizer", "offload_param"):
             if zero.get(section, 0) is None:
                 zero.pop(section)

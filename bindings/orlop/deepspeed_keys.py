@@ -249,12 +249,8 @@ SCHEDULERS: dict[str, dict[str, Key]] = {
 SCHEDULER_AUTO = {"warmup_max_lr": None}
 REFUSED_SCHEDULERS = ("OneCycle", "LRRangeTest")
 
-# Older names, and what each is now.
-RENAMED = {
-    "bfloat16": "bf16",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save":
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.cpu_offload_use_pin_memory": "zero_optimization.offload_optimizer.pin_memory",
-}  # fmt: skip
+# Older names, and what each is now: at the top level, and in zero_optimization.
+RENAMED = {"bfloat16": "bf16"}
+RENAMED_IN_ZERO = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
 # {"compat": "0.18"} brings back.
 DEFAULTS_018 = {"gradient_clipping": 0.0, "bf16.check_grad_overflow": False}

@@ -339,6 +339,10 @@ def test_both_spellings_and_old_names():
     assert read(zero_optimization={"stage3_gather_fp16_weights_on_model_save": True})[
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ]
+    old = "cpu_offload_use_pin_memory"
+    assert [finding.path for finding in read(zero_optimization={old: True}).findings] == [
+        f"zero_optimization.{old}"
+    ]
     for both in ({"max_live_parameters": 1, "stage3_max_live_parameters": 1},
                  {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}):  # fmt: skip
         with pytest.raises(orlop.UsageError) as raised:
