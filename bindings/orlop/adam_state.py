@@ -63,6 +63,10 @@ class StateSide:
         slots = {"slots of weights": drives.slot_bytes} if drives is not None else {}
         return {**self._native.memory_report(), **slots, **room_report(self._slots.values())}
 
+    def host_bytes(self):
+        """Of memory_report(), what is in host memory."""
+        return sum(size for purpose, size in self.memory_report().items() if " on " not in purpose)
+
     def weight_bytes_on_drives(self):
         """Of blocks that orlop.wrap streams, frozen ones too."""
         drives = self._stream.drives if self._stream is not None else None

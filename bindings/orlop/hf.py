@@ -127,9 +127,8 @@ def _log(trainer, log, logs, *rest, **kwargs):
     """Trainer.log() with the optimizer's numbers."""
     optimizer = unwrap(trainer.optimizer)
     if isinstance(optimizer, AdamW):
-        report = optimizer.memory_report().items()
-        host_gib = sum(size for purpose, size in report if " on " not in purpose) / 2**30
-        logs = {**logs, "orlop_skipped_steps": optimizer.skipped_steps, "orlop_host_gib": round(host_gib, 4)}
+        host_gib = round(optimizer.host_bytes() / 2**30, 4)
+        logs = {**logs, "orlop_skipped_steps": optimizer.skipped_steps, "orlop_host_gib": host_gib}
     log(logs, *rest, **kwargs)
 
 

@@ -140,7 +140,7 @@ class _Ranks:
                     env=os.environ | {name: str(value) for name, value in told.items()},
                     stdin=subprocess.DEVNULL,
                     pass_fds=(listener.fileno(),) if rank == 0 else (),
-                    preexec_fn=end_with_parent,  # noqa: PLW1509: between fork and exec, nothing else can
+                    preexec_fn=end_with_parent,  # between fork and exec, nothing else can
                     start_new_session=True,  # the terminal's Ctrl-C comes once, by this process
                 )
 

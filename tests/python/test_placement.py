@@ -159,6 +159,7 @@ def test_states_move_once_after_the_first_step(monkeypatch):
         assert before["moments"] > 0
         assert "moments" not in after
         assert after["states and gradients on cpu"] == 12 * sum(p.numel() for p in model.parameters())
+        assert everything.host_bytes() == sum(after.values()) - after["states and gradients on cpu"]
         everything.close()
 
 

@@ -139,7 +139,7 @@ class DeepSpeedEngine(torch.nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
 
     def _report(self):
-        events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)] if self.optimizer else []
+        events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
         if self._loss is not None:
             events.insert(0, ("Train/Samples/train_loss", float(self._loss), self.global_samples))
         if self.loss_scaler.dynamic:

@@ -90,7 +90,7 @@ def set_z3_leaf_modules(model, leaf_module_classes):
 def see_memory_usage(message, force=False):
     """Logs the host memory of all optimizers, when `force` is set."""
     if force:
-        host = sum(sum(o.memory_report().values()) for o in live_optimizers())
+        host = sum(optimizer.host_bytes() for optimizer in live_optimizers())
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         logger.warning("%s: device %.3f GiB, optimizer states in host memory %.3f GiB",
                        message, device / 2**30, host / 2**30)  # fmt: skip
