@@ -26,6 +26,13 @@ def check_choice(name, value, known):
         raise errors.UsageError(f"{name} = {value!r} is not known; use one of {', '.join(map(repr, known))}")
 
 
+def check_bytes(name, value):
+    """None, which leaves it to us, or a number of bytes."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0):
+        raise errors.UsageError(f"{name} = {value!r} is neither None nor a number of bytes")
+
+
 def refuse_several_ranks():
     """For gradients that leave: those that DDP averages after them would not be used."""
     distributed = torch.distributed

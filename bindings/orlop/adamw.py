@@ -9,7 +9,7 @@ import weakref
 from . import _orlop, errors, torch_support
 from .torch_support import torch
 
-from .adam_checks import check_choice, check_hyperparameters, check_known  # isort: skip
+from .adam_checks import check_bytes, check_choice, check_hyperparameters, check_known  # isort: skip
 from .adam_gradients import GradientSide  # isort: skip
 from .adam_slots import SlotSide  # isort: skip
 from .adam_state import StateSide  # isort: skip
@@ -97,6 +97,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
         check_choice("gradients", gradients, ("auto", "leave", "stay"))
         check_choice("nonfinite", nonfinite, ("skip", "raise", "apply"))
         check_choice("moments", moments, tuple(_MOMENTS))
+        check_bytes("device_limit", device_limit)
         self._module = module
         self._gradients, self._nonfinite, self._moments = gradients, nonfinite, _MOMENTS[moments]
         self._device_limit = device_limit

@@ -14,6 +14,7 @@ from .torch_support import check_disjoint, check_parameter, require_torch
 torch = require_torch("orlop.wrap")
 
 from .adamw import AdamW  # noqa: E402
+from .config import parse_bytes  # noqa: E402
 from .device_link import DeviceLink  # noqa: E402
 from .drive_options import param_share, split_config, state_drives  # noqa: E402
 from .drive_weights import DriveWeights, spread  # noqa: E402
@@ -193,17 +194,20 @@ def _limit_bytes(config) -> int | None:
         raise errors.UsageError(f"orlop.wrap: config = {config!r} is neither 'auto', a mapping nor a file")
     if "zero_optimization" in config:
         raise errors.UsageError("orlop.wrap: this is a DeepSpeed configuration; use orlop.deepspeed_compat")
-    limits = dict(config.get("limits", config))
-    unknown = sorted(set(config) - {"limits"} if "limits" in config else set(limits) - {"gpu"})
-    if unknown or set(limits) - {"gpu"}:
-        wrong = unknown or sorted(set(limits) - {"gpu"})
-        raise errors.UsageError(f"orlop.wrap: config key {wrong[0]!r} is not known; limits.gpu and nvme are")
+    sections = set(config) & {"limits"}
+    limits = config["limits"] if sections else config
+    if not isinstance(limits, Mapping):
+        raise errors.UsageError(f"orlop.wrap: limits = {limits!r} is no mapping with the key gpu")
+    unknown = (set(config) - sections if sections else set()) | (set(limits) - {"gpu"})
+    if unknown:
+        raise errors.UsageError(
+            f"orlop.wrap: config key {min(unknown)!r} is not known; limits.gpu and nvme are"
+        )
     value = limits.get("gpu")
-    if isinstance(value, str):
-        from .config import parse_bytes
-
-        return parse_bytes(value)
-    return value
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise errors.UsageError(f"orlop.wrap: limits.gpu: {error}") from None
 
 
 def _parts_of_blocks(model, modules, names) -> list[tuple[torch.nn.Module, list]]:

@@ -446,6 +446,12 @@ def test_one_message_for_a_wrong_choice():
         orlop.AdamW([torch.nn.Parameter(torch.ones(1))], states="gpu")
 
 
+@pytest.mark.parametrize("limit", ["24GiB", -1, True])
+def test_a_limit_is_bytes(limit):
+    with pytest.raises(orlop.UsageError, match=r"device_limit = .* is neither None nor a number of bytes"):
+        orlop.AdamW([torch.nn.Parameter(torch.ones(1))], device_limit=limit)
+
+
 @pytest.mark.parametrize("resident", [0, 2, 6])
 @DTYPES
 def test_door2_keeps_states_of_resident_blocks_on_the_device(monkeypatch, dtype, resident):

@@ -345,6 +345,9 @@ def test_master_and_gradient_within_reach():
     [
         ({"config": {"limits": {"gpu": 100}}}, orlop.DoesNotFitError, "two blocks"),
         ({"config": {"limits": {"cpu": 1}}}, orlop.UsageError, "cpu"),
+        ({"config": {"limits": {"gpu": "lots"}}}, orlop.UsageError, "limits.gpu: 'lots' is not a number"),
+        ({"config": {"limits": {"gpu": -5}}}, orlop.UsageError, "limits.gpu: '?-5'? is not a number"),
+        ({"config": {"limits": 3}}, orlop.UsageError, "limits = 3 is no mapping"),
         ({"config": {"zero_optimization": {}}}, orlop.UsageError, "deepspeed_compat"),
         ({"config": 7}, orlop.UsageError, "config"),
         ({"blocks": [torch.nn.Linear(1, 1)]}, orlop.UsageError, "no part"),
