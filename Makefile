@@ -1,5 +1,6 @@
 # make demo   fine-tunes SmolLM2-135M under a small device budget, from nothing to a plot and an export
-# make test   builds everything and runs every test that needs no GPU, those in C++ also under both sanitizers
+# make test   builds everything and runs every test that needs neither a GPU nor 17 GB (ctest label large), those in C++
+#             also under both sanitizers
 # Both install what is missing (Debian packages as root, Python packages into .venv).
 
 SHELL := /bin/bash
