@@ -209,8 +209,13 @@ def test_fused_state_of_torch_loads():
     params, optimizer = build()
     reference_params, reference = build(optimizer_class=torch.optim.AdamW, fused=True)
     train(reference_params, reference, 2)
+    with torch.no_grad():
+        for p, q in zip(params, reference_params, strict=True):
+            p.copy_(q)
     optimizer.load_state_dict(reference.state_dict())
-    train(params, optimizer, 1)
+    ours, theirs = train(params, optimizer, 1, first=2), train(reference_params, reference, 1, first=2)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 def test_saving_does_not_grow():

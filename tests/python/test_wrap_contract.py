@@ -301,9 +301,12 @@ def test_parameters_that_come_later_are_named(make, change):
 def test_frozen_parameters_may_come_later(make):
     model, optimizer = make(Model())
     train(model, optimizer, 2)
-    replaced_table(model)
+    names = replaced_table(model)
     model.inp.requires_grad_(False)
+    before = weights(model)
     train(model, optimizer, 2, first=2)
+    stayed = [name for name, value in weights(model).items() if torch.equal(value, before[name])]
+    assert stayed == names
 
 
 # --- copies -------------------------------------------------------------------------------------
