@@ -33,6 +33,9 @@ _DATA_KEYS = ("data_key", "seq_len", "seed")
 
 @dataclass(frozen=True)
 class RunResult:
+    """steps: optimizer steps done, those before a resumption too. loss_before, loss_after: on held-out text, in nats
+    per token; None without such text, and loss_after, like export_dir, after a signal."""
+
     exit_code: int
     steps: int
     loss_before: float | None
@@ -404,6 +407,7 @@ class FinetuneRun:
 
 
 def finetune(config: RunConfig) -> RunResult:
+    """One run from its configuration to its export, or to the signal that stops it. Errors are orlop.Error."""
     config.require("model", "data", "output")
     ranks = _orlop.Ranks()
     hold = locked_run_dir if ranks.rank == 0 else nullcontext

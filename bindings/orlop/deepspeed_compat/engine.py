@@ -175,11 +175,13 @@ class DeepSpeedEngine(torch.nn.Module):
         return self.config["managed_gradient_accumulation"]
 
     def is_gradient_accumulation_boundary(self):
+        """Whether the next step() updates."""
         if self._boundary is not None:
             return self._boundary
         return not self._manages_accumulation() or (self.micro_steps + 1) % self._accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary):
+        """Whether step() updates, from now on and whatever the count of micro-batches says."""
         self._boundary = bool(is_boundary)
 
     def gradient_accumulation_steps(self):
@@ -214,6 +216,7 @@ class DeepSpeedEngine(torch.nn.Module):
         return [group["lr"] for group in self._required_optimizer().param_groups]
 
     def was_step_applied(self):
+        """Whether the last step() has changed weights: False inside an accumulation and after an overflow."""
         return self._applied
 
     @property

@@ -50,16 +50,20 @@ def safe_get_full_optimizer_state(param, optim_state_key):
 
 
 def safe_set_full_fp32_param(param, value):
+    """The fp32 master becomes `value`, broadcast to the parameter's shape, and the weights that, rounded."""
     _required_owner(param).set_master(param, value)
 
 
 @torch.no_grad()
 def safe_set_full_grad(param, value):
+    """`param.grad` becomes a copy of `value`, which has as many elements, in the weights' dtype."""
     param.grad = value.to(dtype=param.dtype, device=param.device).reshape(param.shape).clone()
 
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param, value, optim_state_key):
+    """The moment, "exp_avg" or "exp_avg_sq", becomes `value`, rounded where moments are in bf16. Raises UsageError for a parameter
+    without states."""
     optimizer = _required_owner(param)
     optimizer.synchronize()
     optimizer._show_state(param)[optim_state_key].copy_(value)
