@@ -317,10 +317,8 @@ def gathered(what, write=False):
     """
     parameters = list(what.parameters()) if isinstance(what, torch.nn.Module) else list(what)
     managers = [m for m in _streams.values() if any(m.owns(p) for p in parameters)]
-    held = [(manager, manager.gather(parameters)) for manager in managers]
     may_be_in_graph = torch.is_grad_enabled() and not write
-    try:
+    with contextlib.ExitStack() as sections:  # each ends, whatever becomes of the others
+        for manager in managers:
+            sections.callback(manager.scatter, manager.gather(parameters), write, may_be_in_graph)
         yield
-    finally:
-        for manager, blocks in held:
-            manager.scatter(blocks, write, may_be_in_graph)

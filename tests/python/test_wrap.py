@@ -241,6 +241,26 @@ def test_gathered_reads_and_edits():
     assert stream_of(model).resident_blocks() == []
 
 
+def test_a_section_ends_in_every_model(monkeypatch):
+    """Also where that of another model cannot begin or end."""
+    (one, _), (other, _) = (streamed(Model()) for _ in range(2))
+    first, second = stream_of(one), stream_of(other)
+
+    def fails(*_):
+        raise orlop.UsageError("as planned")
+
+    for manager, name in itertools.product((first, second), ("gather", "scatter")):
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, name, fails)
+            parameters = [*one.parameters(), *other.parameters()]
+            with pytest.raises(orlop.UsageError, match="as planned"), orlop.gathered(parameters):
+                pass
+        rest = second if manager is first else first
+        assert not any(block.sections for block in rest.blocks)
+        for block in manager.blocks:  # of the one that fails itself
+            block.sections = 0
+
+
 def test_penalty_on_weights():
     """Case M-13: the gradient of a term in gathered weights is part of the step."""
 
