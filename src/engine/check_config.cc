@@ -31,15 +31,7 @@ void check_batch(const BatchConfig& batch, const TransformerConfig& model) {
   check_count(batch.micro_batch_size, "batch.micro_batch_size");
   check_count(batch.sequence_length, "batch.sequence_length");
   check_count(batch.accumulation_steps, "batch.accumulation_steps");
-  check(batch.sequence_length <= model.max_positions, ErrorCode::kUsage,
-        "batch.sequence_length is {}; the model allows {} (max_position_embeddings)",
-        batch.sequence_length, model.max_positions);
-  check(model.sliding_window == 0 || batch.sequence_length <= model.sliding_window,
-        ErrorCode::kUsage,
-        "batch.sequence_length is {}; the model attends within {} tokens (sliding_window), and "
-        "shorter "
-        "windows than the sequence are not supported",
-        batch.sequence_length, model.sliding_window);
+  check_sequence_length(model, batch.sequence_length);
   check(batch.micro_batch_size <= kMaxCount / batch.sequence_length, ErrorCode::kUsage,
         "batch.micro_batch_size {} x batch.sequence_length {} exceeds {} tokens",
         batch.micro_batch_size, batch.sequence_length, kMaxCount);

@@ -121,15 +121,14 @@ TransformerConfig make_transformer_config(const HfConfig& hf) {
 }
 
 void check_sequence_length(const TransformerConfig& config, int64_t tokens) {
-  check(tokens <= config.max_positions, ErrorCode::kInvalidData,
-        "{}: sequences of {} tokens exceed the model's {} of {}; shorten the sequences",
-        config.file, tokens, config.learned_positions ? "n_positions" : "max_position_embeddings",
-        config.max_positions);
-  check(config.sliding_window == 0 || tokens <= config.sliding_window, ErrorCode::kInvalidData,
-        "{}: sequences of {} tokens exceed sliding_window {}, within which attention is causal; "
-        "sliding "
-        "attention is not supported, shorten the sequences",
-        config.file, tokens, config.sliding_window);
+  check(tokens <= config.max_positions, ErrorCode::kUsage,
+        "batch.sequence_length is {}; {} allows {} ({})", tokens, config.file, config.max_positions,
+        config.learned_positions ? "n_positions" : "max_position_embeddings");
+  check(
+      config.sliding_window == 0 || tokens <= config.sliding_window, ErrorCode::kUsage,
+      "batch.sequence_length is {}; by {} a token attends within {} (sliding_window), and windows "
+      "shorter than the sequence are not supported",
+      tokens, config.file, config.sliding_window);
 }
 
 }  // namespace orlop

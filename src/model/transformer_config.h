@@ -54,7 +54,7 @@ struct HfConfig;
 // dropout or sliding window that the blocks do not implement.
 TransformerConfig make_transformer_config(const HfConfig& hf);
 
-// Throws Error(kInvalidData) that names file and field when the model cannot take sequences of
+// Throws Error(kUsage) that names file and field when the model cannot take sequences of
 // `tokens`: longer than its positions, or than a sliding window, within which attention is plain
 // causal.
 void check_sequence_length(const TransformerConfig& config, int64_t tokens);

@@ -24,17 +24,6 @@ double above_floor(double factor, double min_ratio) {
 
 }  // namespace
 
-LrScheduleKind parse_lr_schedule(std::string_view name) {
-  if (name == "linear") return LrScheduleKind::kLinear;
-  if (name == "cosine" || name == "cosine_with_min_lr") return LrScheduleKind::kCosine;
-  if (name == "constant" || name == "constant_with_warmup") return LrScheduleKind::kConstant;
-  if (name == "wsd" || name == "warmup_stable_decay") return LrScheduleKind::kWsd;
-  fail(ErrorCode::kUsage,
-       "lr_scheduler_type \"{}\" is not known; use linear, cosine, cosine_with_min_lr, constant, "
-       "constant_with_warmup or warmup_stable_decay",
-       name);
-}
-
 LrSchedule::LrSchedule(const LrScheduleConfig& config) : config_(config) {
   check(std::isfinite(config.peak_lr) && config.peak_lr >= 0, ErrorCode::kUsage,
         "learning_rate is {}; it must be a finite number of at least 0", config.peak_lr);

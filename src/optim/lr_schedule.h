@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 namespace orlop {
 
@@ -23,11 +22,6 @@ struct LrScheduleConfig {
   WsdDecay wsd_decay = WsdDecay::kCosine;
   double min_ratio = 0;  // floor as a fraction of the peak; unused by kConstant
 };
-
-// Accepts the spellings of transformers (lr_scheduler_type): linear, cosine, cosine_with_min_lr,
-// constant, constant_with_warmup, warmup_stable_decay, and wsd. Throws Error(kUsage) that lists
-// them.
-LrScheduleKind parse_lr_schedule(std::string_view name);
 
 // Learning rate of one optimizer step; a pure function of the step, hence nothing to save or
 // resume.

@@ -117,7 +117,7 @@ TEST(TransformerConfigTest, LetsSequencesFillTheWindowAndNoMore) {
       check_sequence_length(config, tokens);
       FAIL() << tokens << " tokens were accepted";
     } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidData);
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
       EXPECT_THAT(error.what(), testing::HasSubstr(field));
     }
   };

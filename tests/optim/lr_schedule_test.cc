@@ -1,6 +1,5 @@
 #include "optim/lr_schedule.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -42,23 +41,6 @@ TEST(LrScheduleTest, StaysAtTheFloorBeyondTheRun) {
     config.min_ratio = 0.25;
     const LrSchedule schedule(config);
     for (const int64_t step : {10, 11, 15, 1000}) EXPECT_DOUBLE_EQ(schedule(step), 0.25);
-  }
-}
-
-TEST(LrScheduleTest, ReadsTheNamesOfTransformers) {
-  EXPECT_EQ(parse_lr_schedule("linear"), LrScheduleKind::kLinear);
-  EXPECT_EQ(parse_lr_schedule("cosine"), LrScheduleKind::kCosine);
-  EXPECT_EQ(parse_lr_schedule("cosine_with_min_lr"), LrScheduleKind::kCosine);
-  EXPECT_EQ(parse_lr_schedule("constant"), LrScheduleKind::kConstant);
-  EXPECT_EQ(parse_lr_schedule("constant_with_warmup"), LrScheduleKind::kConstant);
-  EXPECT_EQ(parse_lr_schedule("wsd"), LrScheduleKind::kWsd);
-  EXPECT_EQ(parse_lr_schedule("warmup_stable_decay"), LrScheduleKind::kWsd);
-  try {
-    parse_lr_schedule("polynomial");
-    FAIL() << "an unknown schedule was accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUsage);
-    EXPECT_THAT(error.what(), testing::HasSubstr("polynomial"));
   }
 }
 
