@@ -57,12 +57,15 @@ void bind_optimizer(py::module_& module) {
 }
 
 void bind_memory(py::module_& module) {
-  py::class_<LimitsConfig> limits(module, "LimitsConfig",
-                                  "Hard budgets in bytes. None: all free device memory; all host "
-                                  "memory that the cgroup allows, less a reserve. "
-                                  "snapshot_bytes, of the host's, hold copies of states that a "
-                                  "save in the background makes so that updates need not wait "
-                                  "until they are written.");
+  py::class_<LimitsConfig> limits(
+      module, "LimitsConfig",
+      "Hard budgets in bytes. None: all free device memory; all host "
+      "memory that the cgroup allows, and all space that is free on the "
+      "drives, less a reserve. nvme_writes_per_day_bytes: a step that "
+      "would write more to the drives of this machine since midnight "
+      "UTC is refused; None: no limit. snapshot_bytes, of the host's, hold copies of states that a "
+      "save in the background makes so that updates need not wait "
+      "until they are written.");
   def_keyword_init<LimitsConfig>(limits);
   limits.def_readwrite("device_bytes", &LimitsConfig::device_bytes)
       .def_readwrite("host_bytes", &LimitsConfig::host_bytes)
@@ -72,8 +75,11 @@ void bind_memory(py::module_& module) {
 
   py::class_<NvmeConfig> nvme(
       module, "NvmeConfig",
-      "Where states are swapped to that host memory does not hold: paths, one directory per drive. "
-      "engine: auto, io_uring or threads. verify: off, sample or full checksums of what is read.");
+      "Where states are swapped to that host memory does not hold: paths, one directory per drive; "
+      "block_bytes of one request, a multiple of 4096; queue_depth requests in flight; direct: "
+      "past "
+      "the page cache where the file system takes it. engine: auto, io_uring or threads. verify: "
+      "off, sample or full checksums of what is read.");
   def_keyword_init<NvmeConfig>(nvme);
   nvme.def_readwrite("paths", &NvmeConfig::paths)
       .def_readwrite("block_bytes", &NvmeConfig::block_bytes)
@@ -83,7 +89,14 @@ void bind_memory(py::module_& module) {
       .def_readwrite("verify", &NvmeConfig::verify);
 
   py::class_<PlacementConfig> placement(
-      module, "PlacementConfig", "What the planner decides by itself where a member is None.");
+      module, "PlacementConfig",
+      "What the planner decides by itself where a member is None. prefetch_depth: blocks uploaded "
+      "ahead of compute, 0..8. resident_blocks, device_optimizer_blocks: whose weights, whose "
+      "optimizer states are on the device. activations: the Tier of block inputs. wave: "
+      "micro-batches per wave. nvme_optimizer_blocks, nvme_param_blocks: last blocks whose states, "
+      "whose weights are on drives; nvme_optimizer_share, nvme_param_share: the share of each of "
+      "them, 0..1, alone of every block. swap_chunk: elements that are swapped and updated "
+      "together.");
   def_keyword_init<PlacementConfig>(placement);
   placement.def_readwrite("prefetch_depth", &PlacementConfig::prefetch_depth)
       .def_readwrite("resident_blocks", &PlacementConfig::resident_blocks)
@@ -120,8 +133,8 @@ void bind_config(py::module_& module) {
       "instead of oneDNN (host only). from_scratch: random weights instead of "
       "the folder's. evaluate_only: no masters, moments or gradients; the engine only evaluates "
       "and exports. max_skipped_steps non-finite "
-      "steps in a row end the run. seed: "
-      "stochastic rounding.");
+      "steps in a row end the run. seed: random weights and stochastic rounding. checkpoint_dir: "
+      "where checkpoints will go; room for one is checked at the start.");
   def_keyword_init<EngineConfig>(engine);
   engine.def_readwrite("device", &EngineConfig::device)
       .def_readwrite("precision", &EngineConfig::precision)

@@ -110,7 +110,8 @@ void bind_token_files(py::module_& module) {
       .def_readonly("has_loss_mask", &TokenFileSummary::has_loss_mask)
       .def_readonly("hash_matches", &TokenFileSummary::hash_matches);
   module.def("describe_token_file", &describe_token_file, py::arg("path"),
-             py::call_guard<py::gil_scoped_release>(), "What a .tok file holds.");
+             py::call_guard<py::gil_scoped_release>(),
+             "What a token file (.tok, or one of llm.c) holds. Raises InvalidDataError.");
 }
 
 }  // namespace
@@ -127,7 +128,8 @@ void bind_data(py::module_& module) {
   py::class_<DataLoader>(module, "DataLoader",
                          "Deterministic batches from a token file. Documents are shuffled per "
                          "epoch by (seed, epoch), laid "
-                         "end to end and cut into rows; a document never attends to another.")
+                         "end to end and cut into rows; a document never attends to another. The "
+                         "last, incomplete row of an epoch is padded with IGNORED_LABEL.")
       .def(py::init([](const std::string& token_file, const BatchConfig& batch, uint64_t seed,
                        bool shuffle, int rank, int world_size) {
              return std::make_unique<DataLoader>(token_file, batch, seed, shuffle,
@@ -141,7 +143,8 @@ void bind_data(py::module_& module) {
       .def("vocab_size", &DataLoader::vocab_size)
       .def("next", &DataLoader::next, Release(),
            "The next micro-batch; goes on into the next epoch.")
-      .def("position", &DataLoader::position)
+      .def("position", &DataLoader::position,
+           "Where next() goes on: the same for all ranks after as many calls.")
       .def("seek", &DataLoader::seek, py::arg("position"), Release());
 }
 

@@ -115,9 +115,8 @@ void bind_training(py::class_<EngineHandle>& engine) {
             return self.get().step(batches);
           },
           py::arg("batches"), Release(),
-          "One optimizer step over accumulation_steps micro-batches. The update may still run when "
-          "this "
-          "returns; whatever reads states waits for it.")
+          "One optimizer step over accumulation_steps micro-batches (a last step may have fewer). "
+          "The update may still run when this returns; whatever reads states waits for it.")
       .def(
           "synchronize", [](EngineHandle& self) { self.get().synchronize(); }, Release(),
           "Returns when the update of the last step is over and on its drives.")
@@ -126,7 +125,8 @@ void bind_training(py::class_<EngineHandle>& engine) {
           [](EngineHandle& self, const std::vector<MicroBatch>& batches) {
             return self.get().evaluate(batches);
           },
-          py::arg("batches"), Release(), "Mean loss without touching any state.");
+          py::arg("batches"), Release(),
+          "Mean loss over the labelled tokens, in nats, without touching any state.");
 }
 
 void bind_states(py::class_<EngineHandle>& engine) {
@@ -154,7 +154,9 @@ void bind_states(py::class_<EngineHandle>& engine) {
           [](EngineHandle& self, const std::string& step_dir) {
             return self.get().load_checkpoint(step_dir);
           },
-          py::arg("step_dir"), Release(), "Reads one step-N folder. Returns its user_state.")
+          py::arg("step_dir"), Release(),
+          "Reads one step-N folder, whatever placement and number of ranks wrote it. Returns its "
+          "user_state.")
       .def_static("latest_checkpoint", &Engine::latest_checkpoint, py::arg("run_dir"), Release(),
                   "The complete checkpoint of a run that was written last, or ''.")
       .def(
@@ -163,7 +165,8 @@ void bind_states(py::class_<EngineHandle>& engine) {
             self.get().export_hf(out_dir, max_shard_bytes);
           },
           py::arg("out_dir"), py::arg("max_shard_bytes") = size_t{5} << 30, Release(),
-          "Writes a complete Hugging Face folder.");
+          "Writes a complete Hugging Face folder: weights in the engine's precision, in files of "
+          "max_shard_bytes at most.");
 }
 
 }  // namespace
@@ -191,9 +194,11 @@ void bind_engine(py::module_& module) {
   bind_states(engine);
   engine
       .def(
-          "stats", [](EngineHandle& self) { return self.get().stats(); }, Release())
+          "stats", [](EngineHandle& self) { return self.get().stats(); }, Release(),
+          "Counters since the engine was opened.")
       .def(
-          "start_trace", [](EngineHandle& self) { self.get().start_trace(); }, Release())
+          "start_trace", [](EngineHandle& self) { self.get().start_trace(); }, Release(),
+          "Records one lane per queue and thread until write_trace().")
       .def(
           "write_trace",
           [](EngineHandle& self, const std::string& path) { self.get().write_trace(path); },

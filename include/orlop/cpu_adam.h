@@ -11,10 +11,10 @@
 namespace orlop {
 
 // How a shard's states are laid out (all planes have the same numel and do not overlap):
-//   bf16 compute: `param` (bf16 hi plane, which is the compute copy) and `lo` (uint16): together
-//   the exact
-//                 fp32 master. bits = (hi << 16) + int16(lo), hi = (bits + 0x8000) >> 16 (round
-//                 half up).
+//   bf16 compute: `param` (bf16 hi plane, which is the compute copy) and `lo` (uint16), together
+//                 the exact fp32 master:
+//                 bits = (hi << 16) + int16(lo),
+//                 hi = (bits + 0x8000) >> 16 (round half up)
 //   fp16 compute: `master` (fp32) and `param` (fp16 copy, round to nearest even)
 //   fp32 compute: `master` alone, which is the compute copy
 // Planes that a layout does not name are null. Moments are fp32, or bf16 with stochastic rounding

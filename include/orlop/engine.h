@@ -21,9 +21,9 @@ inline constexpr int32_t kIgnoredLabel = -100;
 // One micro-batch of micro_batch_size * sequence_length tokens, row after row.
 //   tokens      token ids
 //   labels      the id that each position is to predict (already shifted), or kIgnoredLabel
-//   cu_seqlens  row offsets of packed documents, from 0 to the number of tokens; tokens attend
-//   inside
-//               their own document only. Empty: every row is one document.
+//   cu_seqlens  offsets of packed documents, ascending from 0 to the number of tokens; tokens
+//               attend inside their own document only. Empty: every row is one
+//               document.
 struct MicroBatch {
   std::vector<int32_t> tokens;
   std::vector<int32_t> labels;
@@ -136,9 +136,9 @@ class ORLOP_EXPORT Engine {
   // back to an older checkpoint, its successors and not those that were left behind.
   static std::string latest_checkpoint(const std::string& run_dir);
 
-  // Writes a complete Hugging Face folder: weights in `dtype` (the model's compute dtype by
-  // default), index, config.json and the tokenizer files of the folder the engine was opened from.
-  // All ranks together; rank 0 writes.
+  // Writes a complete Hugging Face folder: weights in EngineConfig::precision, in files of at most
+  // max_shard_bytes with an index where that makes several, config.json and the tokenizer files of
+  // the folder the engine was opened from. All ranks together; rank 0 writes.
   void export_hf(const std::string& out_dir, size_t max_shard_bytes = size_t{5} << 30);
 
   Stats stats() const;
