@@ -2,8 +2,8 @@
 
     trainer = Trainer(model, args, ..., optimizer_cls_and_kwargs=(orlop.AdamW, {"lr": 2e-5}))
 
-is enough, from transformers 4.47 on. `attach(trainer)` reads the hyperparameters from the TrainingArguments and also hides the update
-under the next forward, logs what was skipped, and ends fp16 runs that no smaller loss scale can cure.
+is enough, from transformers 4.47 on. `attach(trainer)` reads the hyperparameters from the TrainingArguments and also
+hides the update under the next forward, logs what was skipped, and ends fp16 runs that no smaller loss scale can cure.
 """
 
 from __future__ import annotations
