@@ -23,6 +23,12 @@ _GRACE_SECONDS = 25.0
 _PR_SET_PDEATHSIG = 1
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks a run to stop: Ctrl-C, a scheduler, and the end of its terminal, which nohup has it ignore."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *([] if ignores_hangup else [signal.SIGHUP]))
+
+
 def without_gpus(argv: Sequence[str]) -> list[str]:
     """The command line of one of the processes."""
     kept: list[str] = []
@@ -60,7 +66,7 @@ def start_ranks(gpus: int, argv: Sequence[str]) -> int:
 def _arriving_signals() -> Iterator[Callable[[float | None], bytes]]:
     """Gives a function that waits, so many seconds at most, and returns the numbers of the signals that have
     arrived: the end of a child, and what asks this process to stop."""
-    numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGCHLD, *stop_signals())
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)

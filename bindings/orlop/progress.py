@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -13,6 +16,25 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.2f} GB"
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """For what prints of a run: where nobody takes it any more (a pipe or a terminal that is gone, a full disk), that is
+    said on stderr, nothing more is printed, and the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"orlop: what is printed cannot be written ({error}); the run goes on", file=sys.stderr)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def print_line(text: str) -> None:
+    with shown():
+        print(text, flush=True)
 
 
 def format_duration(seconds: float) -> str:
@@ -53,7 +75,8 @@ class Progress:
             from rich.live import Live
 
             self._live = Live(console=Console(highlight=False), auto_refresh=False)
-            self._live.start()
+            with shown():
+                self._live.start()
 
     def step(self, record: dict[str, Any]) -> None:
         self._steps_here += 1
@@ -62,19 +85,22 @@ class Progress:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            with shown():
+                self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif record["step"] % self._log_every == 0 or record["step"] == self._total_steps:
-            print(line, flush=True)
+            print_line(line)
 
     def note(self, text: str) -> None:
         if self._live is not None:
-            self._live.console.print(text, markup=False, soft_wrap=True)
+            with shown():
+                self._live.console.print(text, markup=False, soft_wrap=True)
         else:
-            print(text, flush=True)
+            print_line(text)
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with shown():
+                self._live.stop()
             self._live = None
 
 

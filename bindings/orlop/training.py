@@ -18,8 +18,9 @@ from .config import RunConfig
 from .data.prepare import PreparedData, prepare
 from .engine_config import batch_config, engine_config, total_steps
 from .errors import DoesNotFitError, Error, InvalidDataError, IoError, UsageError
+from .launch import stop_signals
 from .metrics import MetricsLog, NoMetrics, StepRecorder, first_eval_loss
-from .progress import NoProgress, Progress, format_bytes
+from .progress import NoProgress, Progress, format_bytes, print_line
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
 
@@ -44,28 +45,29 @@ class RunResult:
 
 
 class StopRequest:
-    """The first SIGINT or SIGTERM asks the loop to stop after its step; a second one acts at once."""
+    """The first of the stop_signals() asks the loop to stop after its step; a second SIGINT or SIGTERM acts at once.
+    SIGHUP does not: the end of a terminal sends it once by the shell and once by the kernel."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
+        self._restore(signal.SIGINT, signal.SIGTERM)
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+    def _restore(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            if number in self._previous:
+                signal.signal(number, self._previous.pop(number))
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._restore()
+        self._restore(*self._previous)
 
 
 @contextmanager
@@ -194,7 +196,7 @@ class FinetuneRun:
 
     def _print(self, text: str) -> None:
         if self._is_first:
-            print(text, flush=True)
+            print_line(text)
 
     def run(self) -> RunResult:
         ranks = self._ranks.world_size

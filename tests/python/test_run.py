@@ -204,3 +204,62 @@ def test_data_order_spans_epochs_and_resumes_inside_one(inputs, tmp_path):
     code, output = finish(start(inputs, halves, "--steps", "40", "--save-every", "7"))
     assert code == 0, output
     assert steps(halves) == steps(straight)
+
+
+def test_the_end_of_its_terminal_stops_the_run_with_its_state_saved(inputs, uninterrupted, tmp_path):
+    """The shell sends SIGHUP, the kernel another one, and writing to the terminal is an error from then on."""
+    out = tmp_path / "run"
+    leader, terminal = os.openpty()
+    process = subprocess.Popen(
+        [str(a) for a in command(inputs, out, "--save-every", "0")],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    wait_until(lambda: len(steps(out)) >= 5, process)
+    os.close(leader)
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+    assert process.wait(DEADLINE_SECONDS) == 130
+    assert (out / f"step-{max(steps(out))}" / "manifest.json").is_file()
+    code, output = finish(start(inputs, out, "--save-every", "0"))
+    assert code == 0, output
+    assert steps(out) == uninterrupted
+
+
+def test_a_run_under_nohup_goes_on_without_its_terminal(inputs, uninterrupted, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [str(a) for a in ("nohup", *command(inputs, out))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    wait_until(lambda: len(steps(out)) >= 5, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(DEADLINE_SECONDS) == 0
+    assert steps(out) == uninterrupted
+
+
+@pytest.mark.parametrize("reader", ["gone", "full disk"])
+def test_a_run_goes_on_when_nobody_takes_what_it_prints(inputs, uninterrupted, tmp_path, reader):
+    out = tmp_path / "run"
+    if reader == "gone":
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+    else:
+        write_end = os.open("/dev/full", os.O_WRONLY)
+    result = subprocess.run(
+        [str(a) for a in command(inputs, out)],
+        stdin=subprocess.DEVNULL,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    os.close(write_end)
+    assert (result.returncode, len(result.stderr.splitlines())) == (0, 1), result.stderr
+    assert "the run goes on" in result.stderr
+    assert steps(out) == uninterrupted
