@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .text_files import read_bytes, replace_text
 
 FILE_NAME = "metrics.jsonl"
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Records in order; a last line that a crash cut short is left out."""
+    """Records in order; lines that are none, as an end of the machine may leave, are left out."""
     path = run_dir / FILE_NAME
     if not path.is_file():
         return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):
-                return
-            yield json.loads(line)
+    for line in read_bytes(path).splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
 
 
 def first_eval_loss(run_dir: Path) -> float | None:
@@ -29,20 +33,30 @@ def first_eval_loss(run_dir: Path) -> float | None:
 
 
 class MetricsLog:
-    """Appends records; a resumed run first drops what came after its checkpoint."""
+    """Appends records; a resumed run first drops what came after its checkpoint. A record that cannot be written, as on a
+    full disk, is left out as a whole, and `note` is told of the first: a log does not end the run that it tells of."""
 
-    def __init__(self, run_dir: Path, resumed_step: int):
-        path = run_dir / FILE_NAME
+    def __init__(self, run_dir: Path, resumed_step: int, note: Callable[[str], None]):
+        self._path = run_dir / FILE_NAME
         kept = [r for r in read_metrics(run_dir) if resumed_step and r["step"] <= resumed_step]
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            for record in kept:
-                file.write(json.dumps(record) + "\n")
-        os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (a line at a time, until close)
+        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (a line at a time, until close)
+        self._note = note
+        self._has_noted = False
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        rest = (json.dumps(record) + "\n").encode()
+        begin = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), begin)
+            if not self._has_noted:
+                self._note(
+                    f"{self._path}: step {record['step']} is left out: {error.strerror}; the run goes on"
+                )
+            self._has_noted = True
 
     def close(self) -> None:
         self._file.close()

@@ -1,12 +1,14 @@
-"""Files that somebody else has written: their text, or the JSON object in them. Errors name the file."""
+"""Files that somebody else has written: their text, or the JSON object in them; and files of a run that are replaced as
+a whole. Errors name the file."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidDataError
+from .errors import InvalidDataError, IoError
 
 
 def read_bytes(path: Path) -> bytes:
@@ -35,3 +37,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidDataError(f"{path}: expected an object, got {type(value).__name__}")
     return value
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The old file or the new one is there at any moment."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise IoError(f"{path}: cannot be written: {error.strerror}") from None

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from .errors import DoesNotFitError, Error, InvalidDataError, IoError, UsageErro
 from .launch import stop_signals
 from .metrics import MetricsLog, NoMetrics, StepRecorder, first_eval_loss
 from .progress import NoProgress, Progress, format_bytes, print_line
+from .text_files import replace_text
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
 
@@ -189,10 +190,7 @@ class FinetuneRun:
 
     def _write_config(self) -> None:
         """What `orlop export` reads. A run that was refused has left the one of the checkpoints in place."""
-        path = self._run_dir / "config.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._config.as_dict(), indent=2) + "\n")
-        os.replace(temporary, path)
+        replace_text(self._run_dir / "config.json", json.dumps(self._config.as_dict(), indent=2) + "\n")
 
     def _print(self, text: str) -> None:
         if self._is_first:
@@ -215,18 +213,19 @@ class FinetuneRun:
             tokens = self._restore(engine) if self._checkpoint else 0
             if self._is_first:
                 self._write_config()
-            log = MetricsLog(self._run_dir, engine.steps_done) if self._is_first else NoMetrics()
-            progress = NoProgress()
-            if self._is_first:
-                progress = Progress(self._total_steps, self._config.log_every)
-            try:
-                return self._train(engine, stop, log, progress, StepRecorder(engine, tokens))
-            finally:
-                progress.close()
-                log.close()
-                if self._config.trace:
-                    name = "trace.json" if self._is_first else f"trace-{self._ranks.rank}.json"
-                    engine.write_trace(str(self._run_dir / name))
+            with closing(self._open_progress()) as progress, closing(self._open_log(engine, progress)) as log:
+                try:
+                    return self._train(engine, stop, log, progress, StepRecorder(engine, tokens))
+                finally:
+                    if self._config.trace:
+                        name = "trace.json" if self._is_first else f"trace-{self._ranks.rank}.json"
+                        engine.write_trace(str(self._run_dir / name))
+
+    def _open_progress(self) -> Progress | NoProgress:
+        return Progress(self._total_steps, self._config.log_every) if self._is_first else NoProgress()
+
+    def _open_log(self, engine: _orlop.Engine, progress: Progress | NoProgress) -> MetricsLog | NoMetrics:
+        return MetricsLog(self._run_dir, engine.steps_done, progress.note) if self._is_first else NoMetrics()
 
     def _user_state(self, tokens: int) -> str:
         position = self._loader.position()
@@ -296,14 +295,18 @@ class FinetuneRun:
 
     @contextmanager
     def _saving_what_is_whole(
-        self, engine: _orlop.Engine, progress: Progress | NoProgress, recorder: StepRecorder
+        self,
+        engine: _orlop.Engine,
+        progress: Progress | NoProgress,
+        recorder: StepRecorder,
+        harmless: tuple[type[Error], ...] = _BEFORE_ANY_UPDATE,
     ) -> Iterator[None]:
-        """For one step or evaluation: an error that comes before it has touched a state is raised with the state of the
-        steps before it saved."""
+        """For one step, evaluation or export: an error that comes before it has touched a state is raised with the state
+        of the steps before it saved."""
         position = self._loader.position()
         try:
             yield
-        except _BEFORE_ANY_UPDATE:
+        except harmless:
             self._loader.seek(position)
             try:
                 self._save(engine, progress, recorder.tokens)
@@ -379,7 +382,8 @@ class FinetuneRun:
             return RunResult(INTERRUPTED, engine.steps_done, loss_before, None, None)
         export_dir = self._run_dir / "hf" if config.export else None
         if export_dir is not None:
-            engine.export_hf(str(export_dir), config.max_shard_size)
+            with self._saving_what_is_whole(engine, progress, recorder, (Error,)):  # it reads states alone
+                engine.export_hf(str(export_dir), config.max_shard_size)
             progress.note(f"exported {export_dir}")
         self._report_traffic(engine, progress)
         return RunResult(0, engine.steps_done, loss_before, loss_after, export_dir)

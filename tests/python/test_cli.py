@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import shutil
 import signal
@@ -15,6 +17,7 @@ from cli_run import finetune, run
 import orlop
 import orlop._orlop as native
 from conftest import VOCAB
+from orlop import metrics
 from orlop.errors import InvalidDataError, IoError
 
 
@@ -435,6 +438,59 @@ def test_an_error_before_a_step_has_begun_is_raised_with_the_state_saved(
         code, out, err = finetune(capsys, model, text_file, out_dir, *extra)
         assert (code, err, f"(step {saved})" in out) == (0, "", True)
         assert losses(out_dir) == losses(tmp_path / "straight")
+
+
+def test_an_export_that_fails_is_raised_with_the_state_saved(capsys, model_dir, text_file, tmp_path):
+    """Also of a run that saves when it is interrupted alone."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "hf").write_text("in the way")
+    code, out, err = finetune(capsys, model_dir("llama"), text_file, run_dir)
+    assert (code, str(run_dir / "hf") in err, len(err.splitlines())) == (1, True, 1)
+    assert f"saved {run_dir / 'step-2'}" in out
+    (run_dir / "hf").unlink()
+    code, out, err = finetune(capsys, model_dir("llama"), text_file, run_dir)
+    assert (code, err, "(step 2)" in out) == (0, "", True)
+    assert (run_dir / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\0\0\0\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b'{"step": 9']
+)
+def test_a_damaged_line_of_the_log_ends_neither_a_resume_nor_a_plot(
+    capsys, model_dir, text_file, tmp_path, rest
+):
+    run_dir = tmp_path / "run"
+    extra = ("--eval-data", text_file, "--save-every", 1, "--export", "false")
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra)[0] == 0
+    before = losses(run_dir)
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes((rest if rest.endswith(b"\n") else b"") + path.read_bytes() + rest)
+    assert run(capsys, "plot", run_dir)[0] == 0
+    code, _, err = finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, "--steps", 3)
+    assert (code, err) == (0, "")
+    after = losses(run_dir)
+    assert (sorted(after), {step: after[step] for step in before}) == ([1, 2, 3], before)
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(capsys, model_dir, text_file, tmp_path, monkeypatch):
+    """Lines are whole or left out, and that is said once."""
+    run_dir = tmp_path / "run"
+    writes = []
+
+    class FillingFile(io.FileIO):
+        def write(self, data):
+            writes.append(len(data))
+            if len(writes) in (2, 3):
+                super().write(data[:7])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(metrics, "open", lambda path, mode, buffering: FillingFile(path, "ab"), raising=False)
+    code, out, err = finetune(capsys, model_dir("llama"), text_file, run_dir, "--steps", 5)
+    assert (code, err) == (0, "")
+    assert out.count("metrics.jsonl: step 2 is left out: No space left on device; the run goes on") == 1
+    assert sorted(losses(run_dir)) == [1, 4, 5]
 
 
 @pytest.mark.parametrize("after_step", [0, 2, 4])
