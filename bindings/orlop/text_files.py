@@ -19,8 +19,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> str:
+    """Without a byte order mark, which is none of the text."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidDataError(f"{path}: not UTF-8 text at byte {error.start}") from None
 

@@ -164,6 +164,23 @@ BAD_DATA = {
     "not text": ("d.txt", b"\xff\xfe", "at byte 0"),
     "bad line": ("d.jsonl", b'{"text": "a"}\n{"text"', "d.jsonl:2"),
     "wrong field": ("d.jsonl", b'{"txt": "a"}', "d.jsonl:1"),
+    "brackets without end": ("d.jsonl", b'{"text": "a"}\n' + b"[" * 99999, "d.jsonl:2: not JSON"),
+    "a number of many digits": (
+        "d.jsonl",
+        b'{"text": "a", "id": ' + b"1" * 5000 + b"}",
+        "d.jsonl:1: not JSON",
+    ),
+    "half a surrogate pair": (
+        "d.jsonl",
+        b'{"text": "a \\ud800"}',
+        "d.jsonl:1: holds half of a surrogate pair (\\ud800)",
+    ),
+    "half a pair in a chat": (
+        "d.jsonl",
+        b'{"messages": [{"role": "assistant", "content": "\\udc00"}]}',
+        "d.jsonl:1: holds half of a surrogate pair (\\udc00)",
+    ),
+    "a table": ("d.json", b'[{"text": "a"}]', "per line (.jsonl)"),
     "no token file": ("d.tok", b"ORLOPTOX" + bytes(100), "d.tok"),
     "truncated token file": ("d.tok", b"ORLOPTOK" + struct.pack("<II6Q", 1, 2, 99, 320, 0, 0, 0, 0), "d.tok"),
 }

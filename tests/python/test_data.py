@@ -210,6 +210,23 @@ def test_bytes_that_are_no_text_name_the_position(tmp_path):
         list(read_documents([path]))
 
 
+def test_a_byte_order_mark_is_none_of_the_text(tokenizer_dir, tmp_path):
+    """As editors of Windows begin a file; with it or without, the data are the same."""
+    keys = []
+    for name, content in (
+        ("d.txt", b"heavy stores\r\n"),
+        ("d.jsonl", b'{"text": "heavy"}\r\n\r\n{"text": "a"}'),
+    ):
+        path = tmp_path / name
+        tokens = []
+        for start in (b"", b"\xef\xbb\xbf"):
+            path.write_bytes(start + content)
+            tokens.append([document.text for document in read_documents([path])])
+            keys.append(prepare([str(path)], tmp_path / "cache", str(tokenizer_dir), "all", None).key)
+        assert tokens[0] == tokens[1]
+    assert (keys[0], keys[2]) == (keys[1], keys[3])
+
+
 def test_folders_are_searched_in_order_and_missing_files_refused(tmp_path):
     for name in ("b.txt", "a.jsonl", "ignored.png"):
         (tmp_path / name).write_text("{}")

@@ -13,6 +13,8 @@ from ..text_files import read_text
 
 _TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 _JSON_LINES_SUFFIXES = {".jsonl", ".ndjson"}
+# Whose text is not what they are about.
+_TABLE_SUFFIXES = {".json", ".csv", ".tsv"}
 TOKEN_SUFFIX = ".tok"
 _ROLES_NEED = ("role", "content")
 
@@ -65,6 +67,8 @@ def _parse_line(line: str, source: str) -> Document:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InvalidDataError(f"{source}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise InvalidDataError(f"{source}: not JSON: {error}") from None
     if not isinstance(record, dict):
         raise InvalidDataError(f"{source}: expected an object, got {type(record).__name__}")
     if "messages" in record:
@@ -78,6 +82,10 @@ def _parse_line(line: str, source: str) -> Document:
 def read_documents(files: Sequence[Path]) -> Iterator[Document]:
     """Documents in the order of files and lines; empty ones are left out."""
     for path in files:
+        if path.suffix in _TABLE_SUFFIXES:
+            raise InvalidDataError(
+                f"{path}: {path.suffix} files are not read; write one object with 'text' or 'messages' per line (.jsonl)"
+            )
         text = read_text(path)
         if path.suffix not in _JSON_LINES_SUFFIXES:
             if text.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ def _content_key(files: Sequence[Path], tokenizer: ModelTokenizer) -> str:
     digest = hashlib.sha256(_FORMAT)
     digest.update(tokenizer.fingerprint().encode())
     for path in files:
-        content = hashlib.sha256(read_bytes(path)).digest()
+        content = hashlib.sha256(read_bytes(path).removeprefix(codecs.BOM_UTF8)).digest()
         digest.update(path.suffix.encode() + b"\0" + content)
     return digest.hexdigest()[:16]
 

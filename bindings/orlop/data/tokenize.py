@@ -22,6 +22,17 @@ from .documents import Document
 _BATCH = 256  # documents that are encoded in one call
 
 
+def _check_utf8(text: str, source: str) -> str:
+    """JSON may spell halves of surrogate pairs, which no text holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidDataError(
+            f"{source}: holds half of a surrogate pair (\\u{ord(text[error.start]):04x}), which is no text"
+        ) from None
+    return text
+
+
 @dataclass(frozen=True)
 class TokenizedDocument:
     """ids (n) int32 and learn (n) bool: whether the token is to be predicted."""
@@ -139,7 +150,8 @@ class ModelTokenizer:
             spans = rendered.assistant_spans() if self._train_on == "assistant" else None
         except ValueError as error:
             raise InvalidDataError(f"{document.source}: {error}") from None
-        encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
+        text = _check_utf8(rendered.text, document.source)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         learn = np.ones(len(ids), bool)
         if spans is not None:
@@ -153,7 +165,7 @@ class ModelTokenizer:
         """One result per document, in order."""
         documents = iter(documents)
         while batch := list(islice(documents, _BATCH)):
-            texts = [d.text for d in batch if d.text is not None]
+            texts = [_check_utf8(d.text, d.source) for d in batch if d.text is not None]
             encodings = iter(self._tokenizer.encode_batch_fast(texts))
             for document in batch:
                 if document.text is not None:
