@@ -21,7 +21,7 @@ from .errors import DoesNotFitError, Error, InvalidDataError, IoError, UsageErro
 from .launch import stop_signals
 from .metrics import MetricsLog, NoMetrics, StepRecorder, first_eval_loss
 from .progress import NoProgress, Progress, format_bytes, print_line
-from .text_files import replace_text
+from .text_files import read_json_object, replace_text
 
 INTERRUPTED = 130  # exit code after a run that a signal ended and that saved its state
 
@@ -87,6 +87,33 @@ def locked_run_dir(path: Path) -> Iterator[Path]:
         yield path
     finally:
         os.close(handle)
+
+
+def is_model_folder(path: Path) -> bool:
+    try:
+        return "model_type" in read_json_object(path / "config.json")
+    except InvalidDataError:
+        return False
+
+
+def check_folders(config: RunConfig) -> None:
+    """A run writes beside what it reads: neither over a model, nor among its data."""
+    output = Path(config.output).resolve()
+    if is_model_folder(output):
+        raise UsageError(
+            f"--output {config.output}: is the folder of a model, whose config.json the run would replace; give another "
+            "--output"
+        )
+    if config.export and Path(config.model).resolve() == (output / "hf").resolve():
+        raise UsageError(
+            f"--model {config.model}: is where the run would export to; give another --output, or --export false"
+        )
+    for path in (*config.data, *(config.eval_data or ())):
+        if Path(path).is_dir() and (output / "data").is_relative_to(Path(path).resolve()):
+            raise UsageError(
+                f"--data {path}: is where the run writes (into {config.output}), so that it would read its own files "
+                "when it resumes; give another --output"
+            )
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> str:
@@ -415,6 +442,7 @@ class FinetuneRun:
 def finetune(config: RunConfig) -> RunResult:
     """One run from its configuration to its export, or to the signal that stops it. Errors are orlop.Error."""
     config.require("model", "data", "output")
+    check_folders(config)
     ranks = _orlop.Ranks()
     hold = locked_run_dir if ranks.rank == 0 else nullcontext
     with hold(Path(config.output)) as run_dir:

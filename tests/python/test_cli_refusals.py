@@ -196,6 +196,33 @@ def test_bad_data_is_refused_by_file(capsys, model_dir, tmp_path, name):
     assert data.read_bytes() == content
 
 
+def test_a_run_is_not_written_over_a_model_nor_among_its_data(
+    capsys, own_model, model_dir, text_file, tmp_path
+):
+    def refused(*extra):
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        code, out, err = finetune(capsys, model_dir("llama"), text_file, tmp_path / "run", *extra)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        return err
+
+    assert f"--output {own_model}: is the folder of a model" in refused("--output", own_model)
+    (tmp_path / "link").symlink_to(own_model)
+    assert "is the folder of a model" in refused("--model", own_model, "--output", tmp_path / "link")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").symlink_to(own_model)
+    assert f"--model {own_model}: is where the run would export to" in refused("--model", own_model)
+    for folder in (tmp_path, tmp_path / "run" / "data"):
+        folder.mkdir(exist_ok=True)
+        assert f"--data {folder}: is where the run writes" in refused("--data", folder)
+        assert f"--data {folder}: is where the run writes" in refused("--eval-data", folder)
+    beside = tmp_path / "data"
+    beside.mkdir()
+    text_file.rename(beside / "text.txt")
+    code, _, err = finetune(capsys, own_model, beside, tmp_path / "run", "--export", "false")
+    assert (code, err) == (0, "")
+
+
 def test_a_device_as_data_holds_no_text(capsys, model_dir, tmp_path):
     code, _, err = finetune(capsys, model_dir("llama"), "/dev/null", tmp_path / "run")
     assert (code, "/dev/null: holds no text" in err) == (4, True)
