@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from orlop.data.documents import Document, list_files, read_documents
 from orlop.data.prepare import prepare
 from orlop.data.tokenize import ModelTokenizer
 from orlop.errors import InvalidDataError, UsageError
+from orlop.text_files import hash_bytes
 
 CHAT = (
     {"role": "system", "content": "Be short."},
@@ -225,6 +227,23 @@ def test_a_byte_order_mark_is_none_of_the_text(tokenizer_dir, tmp_path):
             keys.append(prepare([str(path)], tmp_path / "cache", str(tokenizer_dir), "all", None).key)
         assert tokens[0] == tokens[1]
     assert (keys[0], keys[2]) == (keys[1], keys[3])
+
+
+def test_lines_are_read_and_hashed_one_at_a_time(tmp_path):
+    path = tmp_path / "d.jsonl"
+    line = json.dumps({"text": "heavy stores " * 3000}) + "\n"
+    path.write_text(line * 1000)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_documents([path])) == 1000
+        hash_bytes(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    path.write_bytes(line.encode() + b'{"text": "\xff"}')
+    with pytest.raises(InvalidDataError, match=f"not UTF-8 text at byte {len(line) + 10}"):
+        list(read_documents([path]))
 
 
 def test_folders_are_searched_in_order_and_missing_files_refused(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidDataError, UsageError
-from ..text_files import read_text
+from ..text_files import read_lines, read_text
 
 _TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 _JSON_LINES_SUFFIXES = {".jsonl", ".ndjson"}
@@ -86,12 +86,12 @@ def read_documents(files: Sequence[Path]) -> Iterator[Document]:
             raise InvalidDataError(
                 f"{path}: {path.suffix} files are not read; write one object with 'text' or 'messages' per line (.jsonl)"
             )
-        text = read_text(path)
         if path.suffix not in _JSON_LINES_SUFFIXES:
+            text = read_text(path)
             if text.strip():
                 yield Document(str(path), text=text)
             continue
-        for number, line in enumerate(text.split("\n"), start=1):
+        for number, line in enumerate(read_lines(path), start=1):
             if not line.strip():
                 continue
             document = _parse_line(line, f"{path}:{number}")

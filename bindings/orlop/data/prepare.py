@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import _orlop
 from ..errors import InvalidDataError, UsageError
-from ..text_files import read_bytes
+from ..text_files import hash_bytes
 from .documents import TOKEN_SUFFIX, list_files, read_documents
 from .tokenize import ModelTokenizer
 
@@ -31,8 +31,7 @@ def _content_key(files: Sequence[Path], tokenizer: ModelTokenizer) -> str:
     digest = hashlib.sha256(_FORMAT)
     digest.update(tokenizer.fingerprint().encode())
     for path in files:
-        content = hashlib.sha256(read_bytes(path).removeprefix(codecs.BOM_UTF8)).digest()
-        digest.update(path.suffix.encode() + b"\0" + content)
+        digest.update(path.suffix.encode() + b"\0" + hash_bytes(path, without=codecs.BOM_UTF8))
     return digest.hexdigest()[:16]
 
 
@@ -70,7 +69,7 @@ def prepare(
             raise UsageError(
                 f"{token_files[0]}: a token file must be the only data file, {len(files)} were given"
             )
-        return _describe(files[0], hashlib.sha256(read_bytes(files[0])).hexdigest()[:16])
+        return _describe(files[0], hash_bytes(files[0]).hex()[:16])
     tokenizer = ModelTokenizer(model_dir, train_on, chat_template)
     key = _content_key(files, tokenizer)
     path = cache_dir / f"{key}{TOKEN_SUFFIX}"
