@@ -18,7 +18,7 @@ import orlop
 import orlop._orlop as native
 from conftest import VOCAB
 from orlop import metrics
-from orlop.errors import InvalidDataError, IoError
+from orlop.errors import DoesNotFitError, InvalidDataError, IoError
 
 
 def test_finetune_prints_plan_and_plain_lines_and_writes_the_run_folder(
@@ -105,6 +105,38 @@ def test_eval_equals_the_loss_that_finetune_reports(capsys, model_dir, text_file
     )
     assert code == 0
     assert json.loads(out)["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_export_needs_neither_the_machine_of_the_run_nor_its_budgets(
+    capsys, model_dir, text_file, tmp_path, monkeypatch, precision
+):
+    """It holds the weights alone; where they do not fit, states are where the run had them, and nothing is saved."""
+    run_dir = tmp_path / "run"
+    extra = ("--save-every", 2, "--precision", precision, *swapping(tmp_path))
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra)[0] == 0
+    opened, configs = native.Engine.open, []
+
+    def open_and_note(model, config):
+        configs.append((config.evaluate_only, config.device, config.nvme.paths, config.checkpoint_dir))
+        if config.evaluate_only and len(configs) > 1:
+            raise DoesNotFitError("too large")
+        return opened(model, config)
+
+    monkeypatch.setattr(native.Engine, "open", staticmethod(open_and_note))
+    path = run_dir / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"device": "cuda:3", "host_mem": 5, "nvme": ["/dev/null/swap"]}))
+    assert run(capsys, "export", "--in", run_dir, "--out", tmp_path / "alone")[0] == 0
+    path.write_text(json.dumps(config))
+    assert run(capsys, "export", "--in", run_dir, "--out", tmp_path / "drives")[0] == 0
+    assert configs == 2 * [(True, "host", [], "")] + [(False, "host", [str(tmp_path / "swap")], "")]
+    for folder in ("alone", "drives"):
+        exported = (tmp_path / folder / "model.safetensors").read_bytes()
+        assert exported == (run_dir / "hf" / "model.safetensors").read_bytes()
+    path.write_text(json.dumps(config | {"nvme": None}))
+    code, _, err = run(capsys, "export", "--in", run_dir, "--out", tmp_path / "none")
+    assert (code, err) == (3, "orlop: error: too large\n")
 
 
 @pytest.mark.parametrize("drives", [False, True])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..config import RunConfig, parse_bytes
-from ..errors import InvalidDataError, UsageError
+from ..errors import DoesNotFitError, InvalidDataError, UsageError
 from ..text_files import read_json_object
 from .options import argument
 
@@ -53,16 +54,31 @@ def _run_config(run_dir: Path, model: str | None) -> RunConfig:
     return config
 
 
-def run(args: argparse.Namespace) -> int:
+def _open(config: RunConfig) -> Any:
+    """An engine with the weights alone, on any machine; where host memory does not hold them, one that has its states
+    where the run had them."""
     from .. import _orlop
     from ..engine_config import engine_config
 
+    alone = engine_config(RunConfig({"precision": config.precision, "device": "host", "seq_len": 1}), 1)
+    alone.evaluate_only = True
+    try:
+        return _orlop.Engine.open(config.model, alone)
+    except DoesNotFitError:
+        if not config.nvme:
+            raise
+    as_trained = engine_config(config, 1)
+    as_trained.checkpoint_dir = ""  # nothing is saved: the run's disk may be full
+    return _orlop.Engine.open(config.model, as_trained)
+
+
+def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"--out {out}: exists and is not an empty folder")
     run_dir, checkpoint = _run_folder(Path(args.source))
     config = _run_config(run_dir, args.model)
-    with _orlop.Engine.open(config.model, engine_config(config, 1)) as engine:
+    with _open(config) as engine:
         engine.load_checkpoint(checkpoint)
         engine.export_hf(str(out), args.max_shard_size)
     print(f"exported {checkpoint} to {out}")
