@@ -137,6 +137,12 @@ def find_checkpoint(resume: str, run_dir: Path) -> str:
     return resume
 
 
+def other_checkpoints(run_dir: Path, checkpoint: str) -> str:
+    """The complete ones beside this one, as --resume takes them, the last step first."""
+    found = {path.parent for path in run_dir.glob("step-*/manifest.json")} - {Path(checkpoint)}
+    return " or ".join(map(str, sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)))
+
+
 def micro_batches(config: RunConfig, data: PreparedData) -> list[_orlop.MicroBatch]:
     """Every row of the file once, in order; rows that fill the last micro-batch carry no label."""
     loader = _orlop.DataLoader(str(data.path), batch_config(config), seed=0, shuffle=False)
@@ -270,7 +276,14 @@ class FinetuneRun:
     def _restore(self, engine: _orlop.Engine) -> int:
         """Loads the checkpoint and the position in the data. Returns the tokens seen so far."""
         try:
-            state = json.loads(engine.load_checkpoint(self._checkpoint))
+            user_state = engine.load_checkpoint(self._checkpoint)
+        except InvalidDataError as error:
+            others = other_checkpoints(self._run_dir, self._checkpoint)
+            raise InvalidDataError(
+                f"{error}{others and f'; go on from another one with --resume {others}'}"
+            ) from None
+        try:
+            state = json.loads(user_state)
             position = _orlop.DataPosition(epoch=state["epoch"], row=state["row"])
             tokens = int(state["tokens"])
         except (ValueError, KeyError, TypeError):

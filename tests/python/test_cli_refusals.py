@@ -308,6 +308,21 @@ def test_inspect_refuses_damaged_files(capsys, own_model, damage):
     assert "model.safetensors" in err
 
 
+def test_a_damaged_checkpoint_names_the_others(capsys, model_dir, text_file, tmp_path):
+    run_dir = tmp_path / "run"
+    extra = ("--save-every", 1, "--steps", 3, "--export", "false")
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra)[0] == 0
+    states = run_dir / "step-3" / "optim" / "rank-0.safetensors"
+    content = states.read_bytes()
+    states.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, err = finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, "--steps", 4)
+    others = f"--resume {run_dir / 'step-2'} or {run_dir / 'step-1'}\n"
+    assert (code, f"{states}' is damaged" in err, err.endswith(others)) == (4, True, True), err
+    resume = ("--steps", 4, "--resume", run_dir / "step-2")
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, *resume)[0] == 0
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, "--steps", 5)[0] == 0
+
+
 REFUSED_RUNS = {
     "optimizer": (("--optim", "adam"), 2),
     "budget": (("--device-mem", "10KB"), 3),

@@ -268,7 +268,7 @@ def test_a_prepared_file_holds_the_documents_and_is_made_once(tokenizer_dir, tmp
     text = tmp_path / "a.txt"
     text.write_text("heavy stores lie low")
     first = prepare_in(tmp_path, tokenizer_dir, text)
-    stamp = first.path.stat().st_mtime_ns
+    stamp, whole = first.path.stat().st_mtime_ns, first.path.read_bytes()
     assert prepare_in(tmp_path, tokenizer_dir, text).path.stat().st_mtime_ns == stamp
     ids = encode_one(ModelTokenizer(str(tokenizer_dir)), Document("x", text="heavy stores lie low")).ids
     batch = orlop.BatchConfig(sequence_length=len(ids))
@@ -276,6 +276,9 @@ def test_a_prepared_file_holds_the_documents_and_is_made_once(tokenizer_dir, tmp
     assert loaded.tokens.tolist() == ids.tolist()
     assert loaded.labels.tolist() == [*ids[1:].tolist(), orlop.IGNORED_LABEL]
 
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:50], b""):
+        first.path.write_bytes(damaged)
+        assert prepare_in(tmp_path, tokenizer_dir, text).path.read_bytes() == whole
     text.write_text("other words")
     assert prepare_in(tmp_path, tokenizer_dir, text).key != first.key
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def prepare(
     tokenizer = ModelTokenizer(model_dir, train_on, chat_template)
     key = _content_key(files, tokenizer)
     path = cache_dir / f"{key}{TOKEN_SUFFIX}"
-    if not path.is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        _write(files, tokenizer, path)
+    if path.is_file():
+        with contextlib.suppress(InvalidDataError):  # a damaged one is made again
+            return _describe(path, key)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    _write(files, tokenizer, path)
     return _describe(path, key)
