@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -139,8 +140,13 @@ def _text(value: Any) -> str:
     return text
 
 
+def _path(value: Any) -> str:
+    """No shell has replaced the ~ of a file of options, or of KEY=~/dir."""
+    return os.path.expanduser(_text(value))
+
+
 def _paths(value: Any) -> list[str]:
-    return [_text(item) for item in value] if isinstance(value, (list, tuple)) else [_text(value)]
+    return [_path(item) for item in value] if isinstance(value, (list, tuple)) else [_path(value)]
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,7 @@ class Option:
 
 _OPTIONS = (
     # Model and data.
-    Option("model", _text, None, "Hugging Face folder to start from", ("model_name_or_path",)),
+    Option("model", _path, None, "Hugging Face folder to start from", ("model_name_or_path",)),
     Option(
         "data",
         _paths,
@@ -175,7 +181,7 @@ _OPTIONS = (
         ("validation_file", "eval_dataset"),
         is_list=True,
     ),
-    Option("output", _text, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
+    Option("output", _path, None, "run folder: checkpoints, log, export", ("output_dir", "out")),
     Option("seq_len", _positive, 512, "tokens per row", ("max_seq_length", "sequence_length", "max_length")),
     Option(
         "train_on",
@@ -183,7 +189,7 @@ _OPTIONS = (
         "assistant",
         "tokens of {messages} that carry loss",
     ),
-    Option("chat_template", _text, None, "Jinja file instead of the model's own template"),
+    Option("chat_template", _path, None, "Jinja file instead of the model's own template"),
     # Batch and length.
     Option(
         "micro_batch",
@@ -273,7 +279,7 @@ _OPTIONS = (
     # Run.
     Option(
         "resume",
-        _text,
+        _path,
         "auto",
         "auto (the complete checkpoint that was written last), must, never, or a step-N folder",
         ("resume_from_checkpoint",),

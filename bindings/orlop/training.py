@@ -222,8 +222,10 @@ class FinetuneRun:
         self._total_steps = total_steps(config, self._loader.rows_per_epoch(), ranks.world_size)
 
     def _write_config(self) -> None:
-        """What `orlop export` reads. A run that was refused has left the one of the checkpoints in place."""
-        replace_text(self._run_dir / "config.json", json.dumps(self._config.as_dict(), indent=2) + "\n")
+        """What `orlop export` reads, from any folder. A run that was refused has left the one of the checkpoints in
+        place."""
+        values = self._config.as_dict() | {"model": os.path.abspath(self._config.model)}
+        replace_text(self._run_dir / "config.json", json.dumps(values, indent=2) + "\n")
 
     def _print(self, text: str) -> None:
         if self._is_first:

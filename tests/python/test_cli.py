@@ -107,6 +107,25 @@ def test_eval_equals_the_loss_that_finetune_reports(capsys, model_dir, text_file
     assert json.loads(out)["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
 
 
+def test_export_finds_the_model_from_any_folder(capsys, own_model, text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("output: ~/run\n")
+    settings = ("run.yaml", "finetune", "--model", "model", "--data", "~/text.txt", "--device", "host")
+    short = ("--seq-len", 16, "--steps", 1, "--save-every", 1)
+    assert run(capsys, settings[1], settings[0], *settings[2:], *short)[0] == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run(capsys, "export", "--in", "../run", "--out", "a")[0] == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "model", "run", "run.yaml", "text.txt"]
+    own_model.rename(tmp_path / "moved")
+    code, _, err = run(capsys, "export", "--in", "../run", "--out", "b")
+    assert (code, f"run/config.json: model {own_model}: no such folder; pass --model" in err) == (4, True), (
+        err
+    )
+    assert run(capsys, "export", "--in", "../run", "--out", "b", "--model", "../moved")[0] == 0
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_export_needs_neither_the_machine_of_the_run_nor_its_budgets(
     capsys, model_dir, text_file, tmp_path, monkeypatch, precision

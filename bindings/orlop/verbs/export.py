@@ -51,6 +51,9 @@ def _run_config(run_dir: Path, model: str | None) -> RunConfig:
     config.update({"model": model}, "command line")
     if config.model is None:
         raise InvalidDataError(f"{path}: 'model' is missing; pass --model DIR")
+    if not Path(config.model).is_dir():
+        where = "--model" if model else f"{path}: model"
+        raise InvalidDataError(f"{where} {config.model}: no such folder; pass --model DIR")
     return config
 
 
