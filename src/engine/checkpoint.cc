@@ -101,6 +101,9 @@ TrainingState load_training(const fs::path& folder, const ModelLayout& layout, S
       verify_hash(folder, manifest.files[i]);
     }
     training = from_json(manifest.state, folder);
+    check(training.steps == manifest.step, ErrorCode::kInvalidData,
+          "'{}': the training state has {} steps, the checkpoint is of step {}",
+          (folder / kManifestName).string(), training.steps, manifest.step);
     check(!decoupled || training.decoupled.value_or(*decoupled) == *decoupled, ErrorCode::kUsage,
           "'{}' was written by {}, this run uses {}: their moments are not the same; set "
           "optimizer.decoupled (--optim) to the one that wrote it",

@@ -10,6 +10,7 @@
 #include "base/half.h"
 #include "engine/gather_states.h"
 #include "engine/ranks.h"
+#include "formats/file_io.h"
 #include "formats/safetensors.h"
 #include "formats/safetensors_writer.h"
 
@@ -96,16 +97,16 @@ void check_no_unknown_tensor(const SafetensorsReader& reader, const ModelLayout&
 
 // Everything of a model folder but its weights, byte for byte.
 void copy_other_files(const fs::path& model_dir, const fs::path& out_dir) {
-  for (const fs::directory_entry& entry : fs::directory_iterator(model_dir)) {
-    const std::string extension = entry.path().extension();
-    const std::string name = entry.path().filename();
+  for (const fs::path& path : list_folder(model_dir)) {
+    const std::string extension = path.extension();
+    const std::string name = path.filename();
     const bool is_weights = extension == ".safetensors" || extension == ".bin" ||
                             extension == ".pt" || extension == ".gguf" ||
                             name == kSafetensorsIndexName;
-    if (!entry.is_regular_file() || is_weights) continue;
     std::error_code error;
-    fs::copy_file(entry.path(), out_dir / name, fs::copy_options::overwrite_existing, error);
-    check(!error, ErrorCode::kIo, "export: cannot copy '{}' to '{}': {}", entry.path().string(),
+    if (!fs::is_regular_file(path, error) || is_weights) continue;
+    fs::copy_file(path, out_dir / name, fs::copy_options::overwrite_existing, error);
+    check(!error, ErrorCode::kIo, "export: cannot copy '{}' to '{}': {}", path.string(),
           out_dir.string(), error.message());
   }
 }

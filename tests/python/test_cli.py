@@ -505,6 +505,21 @@ def test_an_export_that_fails_is_raised_with_the_state_saved(capsys, model_dir, 
     assert (run_dir / "hf" / "model.safetensors").is_file()
 
 
+def test_a_model_folder_that_is_gone_in_the_end_is_an_error_with_the_state_saved(
+    capsys, own_model, text_file, tmp_path, monkeypatch
+):
+    exported = native.Engine.export_hf
+
+    def export_without_it(engine, *args):
+        shutil.rmtree(own_model)
+        return exported(engine, *args)
+
+    monkeypatch.setattr(native.Engine, "export_hf", export_without_it)
+    code, out, err = finetune(capsys, own_model, text_file, tmp_path / "run")
+    assert (code, str(own_model) in err, len(err.splitlines())) == (1, True, 1)
+    assert f"saved {tmp_path / 'run' / 'step-2'}" in out
+
+
 @pytest.mark.parametrize(
     "rest", [b"\0\0\0\n", b"[1]\n", b'{"loss": 1}\n', b"\xff\n", b"[" * 9999 + b"\n", b'{"step": 9']
 )

@@ -323,6 +323,19 @@ def test_a_damaged_checkpoint_names_the_others(capsys, model_dir, text_file, tmp
     assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, "--steps", 5)[0] == 0
 
 
+@pytest.mark.parametrize("steps", [-2, 3, 10**20])
+def test_a_manifest_that_disagrees_about_its_step_is_refused(capsys, model_dir, text_file, tmp_path, steps):
+    run_dir = tmp_path / "run"
+    extra = ("--save-every", 2, "--export", "false")
+    assert finetune(capsys, model_dir("llama"), text_file, run_dir, *extra)[0] == 0
+    path = run_dir / "step-2" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["state"]["steps"] = steps
+    path.write_text(json.dumps(manifest))
+    code, _, err = finetune(capsys, model_dir("llama"), text_file, run_dir, *extra, "--steps", 4)
+    assert (code, f"{path}': the training state has " in err, "is of step 2" in err) == (4, True, True), err
+
+
 REFUSED_RUNS = {
     "optimizer": (("--optim", "adam"), 2),
     "budget": (("--device-mem", "10KB"), 3),
