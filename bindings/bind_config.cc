@@ -133,8 +133,9 @@ void bind_config(py::module_& module) {
       "instead of oneDNN (host only). from_scratch: random weights instead of "
       "the folder's. evaluate_only: no masters, moments or gradients; the engine only evaluates "
       "and exports. max_skipped_steps non-finite "
-      "steps in a row end the run. seed: random weights and stochastic rounding. checkpoint_dir: "
-      "where checkpoints will go; room for one is checked at the start.");
+      "steps in a row end the run. seed: random weights and stochastic rounding. checkpoint_dir, "
+      "checkpoint_room: where room for so many checkpoints, beside those that are there, is checked "
+      "at the start.");
   def_keyword_init<EngineConfig>(engine);
   engine.def_readwrite("device", &EngineConfig::device)
       .def_readwrite("precision", &EngineConfig::precision)
@@ -151,7 +152,8 @@ void bind_config(py::module_& module) {
       .def_readwrite("evaluate_only", &EngineConfig::evaluate_only)
       .def_readwrite("max_skipped_steps", &EngineConfig::max_skipped_steps)
       .def_readwrite("seed", &EngineConfig::seed)
-      .def_readwrite("checkpoint_dir", &EngineConfig::checkpoint_dir);
+      .def_readwrite("checkpoint_dir", &EngineConfig::checkpoint_dir)
+      .def_readwrite("checkpoint_room", &EngineConfig::checkpoint_room);
 }
 
 }  // namespace orlop::python

@@ -73,6 +73,27 @@ class SetUpLock {
   UniqueFd fd_;
 };
 
+// Of a file that was found in the directory.
+struct FoundFile {
+  Superblock superblock;
+  ssize_t got = 0;      // bytes of it
+  bool sound = false;   // it is a superblock
+  bool locked = false;  // somebody holds the file
+  ProcessIdentity owner;
+
+  // A forked child of a dead engine may still hold the lock: it never writes.
+  bool is_dead() const { return !locked || (sound && liveness(owner) == Liveness::kDead); }
+};
+
+FoundFile look_at(const UniqueFd& fd) {
+  FoundFile found;
+  found.got = ::pread(fd.get(), &found.superblock, sizeof found.superblock, 0);
+  found.sound = found.got == sizeof found.superblock && is_sound(found.superblock);
+  found.locked = ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (found.sound) found.owner = owner_of(found.superblock);
+  return found;
+}
+
 // A file that was found in the directory: removes it when its owner is gone, throws when it belongs
 // to another engine, leaves it alone when it belongs to another rank of this run.
 void settle_found_file(const std::string& path, int found_rank, const ShardFileOptions& options) {
@@ -82,25 +103,21 @@ void settle_found_file(const std::string& path, int found_rank, const ShardFileO
       static_cast<bool>(fd), ErrorCode::kUsage,
       "cannot open {}, which an earlier run left behind: {}; remove it or choose another directory",
       path, errno_text(errno));
-  Superblock superblock;
-  const ssize_t got = ::pread(fd.get(), &superblock, sizeof superblock, 0);
-  const bool sound = got == sizeof superblock && is_sound(superblock);
-  const bool locked = ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-  if (!locked && !sound) {
+  const FoundFile found = look_at(fd);
+  const Superblock& superblock = found.superblock;
+  if (!found.locked && !found.sound) {
     const Superblock blank{};
-    const bool never_used = got == 0 || (got == sizeof superblock &&
-                                         std::memcmp(&superblock, &blank, sizeof blank) == 0);
+    const bool never_used = found.got == 0 || (found.got == sizeof superblock &&
+                                               std::memcmp(&superblock, &blank, sizeof blank) == 0);
     check(
         never_used, ErrorCode::kUsage,
         "{} is not a swap file of this version, or its first block is damaged; remove it or choose "
         "another directory with --nvme",
         path);
   }
-  const ProcessIdentity owner = sound ? owner_of(superblock) : ProcessIdentity{};
-  // A forked child of a dead engine may still hold the lock: it never writes.
-  const bool dead = !locked || (sound && liveness(owner) == Liveness::kDead);
-  if (!dead) {
-    const bool same_run = sound && run_id_of(superblock) == options.run_id;
+  const ProcessIdentity& owner = found.owner;
+  if (!found.is_dead()) {
+    const bool same_run = found.sound && run_id_of(superblock) == options.run_id;
     if (same_run && found_rank != options.rank) return;
     fail(
         ErrorCode::kUsage,
@@ -161,6 +178,24 @@ void remove_those_of_dead_ranks(const std::string& directory, const std::string&
 }
 
 }  // namespace
+
+uint64_t leftover_swap_bytes(std::span<const std::string> directories) {
+  uint64_t bytes = 0;
+  for (const std::string& name : directories) {
+    const std::string directory = absolute_path(name);
+    std::error_code error;
+    if (!std::filesystem::is_directory(directory, error)) continue;
+    const SetUpLock lock(directory);
+    for_swap_files(directory, [&](const std::string& path, int) {
+      const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+      struct stat file {};
+      if (!fd || ::fstat(fd.get(), &file) != 0) return;
+      const FoundFile found = look_at(fd);
+      if (found.sound && found.is_dead()) bytes += static_cast<uint64_t>(file.st_blocks) * 512;
+    });
+  }
+  return bytes;
+}
 
 ShardFile::ShardFile(const ShardFileOptions& options) {
   ShardFileOptions resolved = options;

@@ -67,6 +67,10 @@ class ShardFile {
   Superblock superblock_;
 };
 
+// Bytes that swap files of dead runs take in the directories: the next engine there removes them.
+// Throws Error(kUsage) for a directory that is there and cannot be read.
+uint64_t leftover_swap_bytes(std::span<const std::string> directories);
+
 // Identifies this process for ShardFileOptions::run_id when it is a run of its own.
 std::string default_run_id();
 

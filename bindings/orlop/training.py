@@ -240,7 +240,7 @@ class FinetuneRun:
         )
         with (
             StopRequest() as stop,
-            _orlop.Engine.open(self._config.model, engine_config(self._config, self._total_steps)) as engine,
+            _orlop.Engine.open(self._config.model, self._engine_config()) as engine,
         ):
             self._print(engine.plan.to_text())
             if self._config.trace:
@@ -255,6 +255,15 @@ class FinetuneRun:
                     if self._config.trace:
                         name = "trace.json" if self._is_first else f"trace-{self._ranks.rank}.json"
                         engine.write_trace(str(self._run_dir / name))
+
+    def _engine_config(self) -> _orlop.EngineConfig:
+        """Has the engine check that the run's checkpoints find room: one is written before the oldest is removed."""
+        config = self._config
+        saves = -(-self._total_steps // config.save_every) if config.save_every else 1
+        there = sum(1 for _ in self._run_dir.glob("step-*/manifest.json"))
+        native = engine_config(config, self._total_steps)
+        native.checkpoint_room = max(1, min(saves, config.keep + 1) - there)
+        return native
 
     def _open_progress(self) -> Progress | NoProgress:
         return Progress(self._total_steps, self._config.log_every) if self._is_first else NoProgress()

@@ -108,7 +108,8 @@ struct EngineConfig {
   // else; what else concerns updates is passed over.
   bool evaluate_only = false;
   uint64_t seed = 0;           // random weights and stochastic rounding
-  std::string checkpoint_dir;  // where checkpoints will go: room for one is checked at the start
+  std::string checkpoint_dir;  // where checkpoints will go: room for them is checked at the start
+  int checkpoint_room = 1;     // for so many beside those that are there
 };
 
 }  // namespace orlop

@@ -113,6 +113,7 @@ void check_config(const EngineConfig& config, const TransformerConfig& model) {
         ErrorCode::kUsage, "gradient_wire is {}; it may be F32 or BF16",
         dtype_name(config.gradient_wire));
   check_count(config.max_skipped_steps, "max_skipped_steps");
+  check_count(config.checkpoint_room, "checkpoint_room");
   check(config.threads >= 0, ErrorCode::kUsage,
         "threads is {}; it must be at least 1, or 0 for every core", config.threads);
 }

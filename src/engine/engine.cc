@@ -208,16 +208,19 @@ class Engine::Impl {
     const std::string& folder = config_.checkpoint_dir;
     if (folder.empty() || config_.evaluate_only) return;
     on_all_ranks(*ranks_, "checkpoint, room", [&] {
-      if (rank() == 0) check_room(folder, report().save_bytes * static_cast<size_t>(world_size()));
+      const uint64_t bytes = report().save_bytes * static_cast<uint64_t>(world_size());
+      if (rank() == 0) check_room(folder, config_.checkpoint_room, bytes);
     });
   }
 
-  static void check_room(const std::string& folder, uint64_t need) {
-    const uint64_t free = nvme::free_disk_bytes({&folder, 1});
-    check(need <= free, ErrorCode::kDoesNotFit,
-          "a checkpoint takes {} ({} B), '{}' has {} free: {} B are missing; free space, or choose "
-          "another folder",
-          format_bytes(need), need, folder, format_bytes(free), need - std::min(need, free));
+  static void check_room(const std::string& folder, int count, uint64_t bytes) {
+    const uint64_t need = static_cast<uint64_t>(count) * bytes;
+    const uint64_t free = nvme::free_disk_bytes({&folder, 1}) + leftover_bytes(folder);
+    check(
+        need <= free, ErrorCode::kDoesNotFit,
+        "a checkpoint takes {} ({} B), and room is needed for {} more; '{}' has {} free: {} B are "
+        "missing; free space, keep fewer, or choose another folder",
+        format_bytes(bytes), bytes, count, folder, format_bytes(free), need - std::min(need, free));
   }
 
   StepResult run_step(std::span<const MicroBatch> batches) {

@@ -154,7 +154,8 @@ Planning make_planning(const std::string& model_dir, const EngineConfig& config,
                                     static_cast<double>(available_host_bytes()) * kHostShare)) /
                                 static_cast<size_t>(ranks.local);
   if (!config.nvme.paths.empty()) {
-    const double free = static_cast<double>(nvme::free_disk_bytes(config.nvme.paths));
+    const double free = static_cast<double>(nvme::free_disk_bytes(config.nvme.paths) +
+                                            nvme::leftover_swap_bytes(config.nvme.paths));
     planning.budgets.nvme_bytes =
         config.limits.nvme_bytes.value_or(static_cast<size_t>(kNvmeShare * free)) /
         static_cast<size_t>(ranks.local);

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <charconv>
@@ -285,6 +286,21 @@ void remove_leftovers(const fs::path& root) {
     }
     if (step_of(name, kUnfinished)) remove_tree(root / name);
   }
+}
+
+uint64_t leftover_bytes(const fs::path& root) {
+  uint64_t bytes = 0;
+  for (const std::string& name : folder_names(root)) {
+    if (!step_of(name, kUnfinished)) continue;
+    std::error_code error;
+    for (fs::recursive_directory_iterator it(root / name, error), end; !error && it != end;
+         it.increment(error)) {
+      struct stat file {};
+      if (::lstat(it->path().c_str(), &file) == 0)
+        bytes += static_cast<uint64_t>(file.st_blocks) * 512;
+    }
+  }
+  return bytes;
 }
 
 }  // namespace orlop

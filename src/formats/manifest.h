@@ -80,4 +80,8 @@ void prune_checkpoints(const std::filesystem::path& root, size_t keep);
 // Removes what interrupted saves and removals left in `root`. Not while a save is running.
 void remove_leftovers(const std::filesystem::path& root);
 
+// Bytes that unfinished checkpoints take in `root`, which remove_leftovers() removes: what a save
+// finds free beside the free bytes of the file system.
+uint64_t leftover_bytes(const std::filesystem::path& root);
+
 }  // namespace orlop

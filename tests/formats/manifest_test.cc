@@ -120,7 +120,11 @@ TEST(Manifest, LeftoversAreRemovedOrRestored) {
   fs::rename(folder / "step-2", folder / "step-2.old");  // an end between two renames
   fs::copy(folder / "step-1", folder / "step-1.old", fs::copy_options::recursive);
   EXPECT_THAT(steps(folder.path()), ElementsAre(1));
+  EXPECT_EQ(leftover_bytes(folder.path()), 0u);
+  spill(folder / "step-3.tmp" / "half", std::string(100'000, 'x'));
+  EXPECT_GE(leftover_bytes(folder.path()), 100000u);
   remove_leftovers(folder.path());
+  EXPECT_EQ(leftover_bytes(folder.path()), 0u);
   EXPECT_THAT(folder.names(), ElementsAre("step-1", "step-2"));
   EXPECT_THAT(steps(folder.path()), ElementsAre(2, 1));
   remove_leftovers(folder / "absent");

@@ -1,6 +1,7 @@
 // Faults of drives below a whole engine: each ends in the same bits, or in one error that names
 // operation, shard, path and offset, after which the last checkpoint resumes.
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,9 +18,11 @@
 #include <vector>
 
 #include "nvme/io_backend.h"
+#include "nvme/shard_file.h"
 #include "orlop/drives.h"
 #include "orlop/engine.h"
 #include "tests/formats/support.h"
+#include "tests/nvme/child.h"
 #include "tests/nvme/faulty_backend.h"
 #include "tests/nvme/fuse_mount.h"
 #include "tests/nvme/mounts.h"
@@ -291,6 +294,23 @@ TEST_F(SwapFaults, AFullDriveIsFoundAtTheStartWithTheBytesMissing) {
   EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast})));
 }
 
+// What a run that was killed holds there is free for the next one.
+TEST_F(SwapFaults, ADriveThatAKilledRunFilledHasRoomForTheNext) {
+  auto mount = nvme::Mount::tmpfs(4);
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  const size_t available = fs::space(mount.path()).available;
+  nvme::KillableChild child([&] {
+    static nvme::ShardFile* file = new nvme::ShardFile({mount.path(), 0, "dead", true});
+    file->reserve(file->alignment(), available / 4 * 3 / 4096 * 4096, 0);
+  });
+  ASSERT_TRUE(child.ready());
+  config_.nvme.paths = {mount.path()};
+  const size_t beside = Engine::plan(model(), config_).nvme_budget_bytes;
+  child.kill();
+  EXPECT_GT(Engine::plan(model(), config_).nvme_budget_bytes, beside + available / 2);
+  EXPECT_TRUE(same_bits(expected_, run(*open(), {.until = kLast})));
+}
+
 TEST_F(SwapFaults, TooLittleNvmeIsRefusedByThePlanWithTheShortage) {
   const size_t need = Engine::plan(model(), config_).nvme_bytes;
   config_.limits.nvme_bytes = need - 1;
@@ -309,6 +329,24 @@ TEST_F(SwapFaults, NoRoomForACheckpointIsFoundAtTheStart) {
   spill(fs::path(mount.path()) / "ballast", std::string(available - need / 2, 'x'));
   EXPECT_THAT(error_of(ErrorCode::kDoesNotFit, [&] { open(); }), HasSubstr("a checkpoint takes"));
   fs::remove(fs::path(mount.path()) / "ballast");
+  const auto engine = open();
+  run(*engine, {.until = 1});
+  EXPECT_NO_THROW(engine->save_checkpoint(config_.checkpoint_dir, "", 1));
+}
+
+TEST_F(SwapFaults, RoomForSomeCheckpointsIsCountedWithWhatTheNextSaveRemoves) {
+  auto mount = nvme::Mount::tmpfs(1);
+  ORLOP_SKIP_UNLESS_MOUNTED(mount);
+  config_.checkpoint_dir = mount.path() + "/run";
+  const size_t need = Engine::plan(model(), config_).save_bytes;
+  const size_t available = fs::space(mount.path()).available;
+  config_.checkpoint_room = static_cast<int>(available / need) + 1;
+  EXPECT_THAT(error_of(ErrorCode::kDoesNotFit, [&] { open(); }),
+              HasSubstr(fmt::format("room is needed for {} more", config_.checkpoint_room)));
+  config_.checkpoint_room = 1;
+  fs::create_directories(config_.checkpoint_dir + "/step-9.tmp");
+  spill(fs::path(config_.checkpoint_dir) / "step-9.tmp" / "half",
+        std::string(available - need / 2, 'x'));
   const auto engine = open();
   run(*engine, {.until = 1});
   EXPECT_NO_THROW(engine->save_checkpoint(config_.checkpoint_dir, "", 1));

@@ -119,8 +119,9 @@ TEST(ShardFile, RanksOfOneRunShareADirectory) {
   EXPECT_TRUE(exists(first.path()) && exists(second.path()));
 }
 
-TEST(ShardFile, TheFilesOfAKilledRunAreRemoved) {
+TEST(ShardFile, TheFilesOfAKilledRunAreRemovedAndCountedBefore) {
   TempDir dir;
+  const std::vector<std::string> directories = {dir.path(), dir / "absent"};
   std::vector<std::unique_ptr<ShardFile>> leaked;
   KillableChild child([&] {
     for (int rank = 0; rank < 3; ++rank) {
@@ -130,12 +131,15 @@ TEST(ShardFile, TheFilesOfAKilledRunAreRemoved) {
   });
   ASSERT_TRUE(child.ready());
   EXPECT_THAT(error_of([&] { ShardFile file(in(dir.path())); }), HasSubstr("cannot use"));
+  EXPECT_EQ(leftover_swap_bytes(directories), 0u);
   child.kill();
+  EXPECT_GE(leftover_swap_bytes(directories), 3 * kMiB);
   EXPECT_EQ(inspect_shard_file(dir / "orlop-r1.swap").superblock.state, Superblock::kInUse);
   ShardFile file(in(dir.path()));
   EXPECT_TRUE(exists(dir / "orlop-r0.swap"));
   EXPECT_FALSE(exists(dir / "orlop-r1.swap"));
   EXPECT_FALSE(exists(dir / "orlop-r2.swap"));
+  EXPECT_EQ(leftover_swap_bytes(directories), 0u);
 }
 
 // Case D-10: the drive is not left full until somebody starts again.
