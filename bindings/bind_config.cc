@@ -134,7 +134,8 @@ void bind_config(py::module_& module) {
       "the folder's. evaluate_only: no masters, moments or gradients; the engine only evaluates "
       "and exports. max_skipped_steps non-finite "
       "steps in a row end the run. seed: random weights and stochastic rounding. checkpoint_dir, "
-      "checkpoint_room: where room for so many checkpoints, beside those that are there, is checked "
+      "checkpoint_room: where room for so many checkpoints, beside those that are there, is "
+      "checked "
       "at the start.");
   def_keyword_init<EngineConfig>(engine);
   engine.def_readwrite("device", &EngineConfig::device)
