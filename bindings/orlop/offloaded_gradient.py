@@ -1,4 +1,4 @@
-"""What stands in `p.grad` while the gradient itself lies in host memory."""
+"""What stands in `p.grad` while the gradient itself lies where the update reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tensor_functions import HANDS_OUT_MEMORY, METADATA, changes_in_place, each
 
 
 class OffloadedGradient(torch.Tensor):
-    """The gradient of one parameter whose elements have left for host memory.
+    """The gradient of one parameter whose elements are with its states, in host memory or on the device.
 
     It has the parameter's shape, dtype and device. Norms and scaling, which are what clipping and
     loss scaling do, work where the elements are. Reading brings a copy; any other change in place, and
