@@ -143,7 +143,8 @@ class DeviceLink:
         self.pin_no_more_than([])
         self._leaving.clear()
         self._leaving_bytes = 0
-        self._weight_sums = None
+        if self._weight_sums is not None:
+            self._weight_sums = WeightSums(self.device)
         self.room.clear()
 
     close = unpin
