@@ -9,7 +9,8 @@ import torch
 from .errors import UsageError
 from .tensor_functions import METADATA, MOVES, changes_in_place, each_of, replace, shares_memory
 
-_OF_THE_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.__reduce_ex__}
+# For these the plane need not go to its device.
+_OF_THE_HOST = {torch.Tensor.copy_, torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.__reduce_ex__}
 _SAME_ELEMENTS = {torch.Tensor.detach, torch.Tensor.data.__get__}
 
 

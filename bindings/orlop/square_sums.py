@@ -1,4 +1,4 @@
-"""Sums of the squares of gradients on one device."""
+"""Sums of the squares of gradients, or weights, on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SquareSums:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def square_sums(self, targets: list[_orlop.GradientTarget], values: list[int]) -> None:
-        """Issues the sums of dense gradients, which are at these addresses."""
+        """Issues the sums of dense tensors, which are at these addresses."""
         self._give_rows(targets)
         self._read = None
         self._issue(targets, values)

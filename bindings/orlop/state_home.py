@@ -42,10 +42,9 @@ class HostHome:
         self.gradient = self._plane("gradient", self.dtype, param) if hold else None
         if hold:
             self.target = _orlop.GradientTarget(DTYPES[self.dtype], self.numel, self.gradient.data_ptr())
-        # Of the weights' squares: rows of the link's WeightSums.
-        self.left_sum, self.found_sum = (
-            _orlop.GradientTarget(DTYPES[self.dtype], self.numel) for _ in range(2)
-        )
+        if link:  # of the squares of weights: rows of the link's WeightSums
+            self.left_sum = _orlop.GradientTarget(DTYPES[self.dtype], self.numel)
+            self.found_sum = _orlop.GradientTarget(DTYPES[self.dtype], self.numel)
         self.measured = False  # the sum of the gradient's squares is there, or on its way
         self.sums = None  # the device's that has it, in the target's row; None: the optimizer's thread
         # Event of the last copy from the device; None behind what the optimizer's thread makes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from orlop.cli import main
 
 
@@ -35,3 +37,14 @@ def finetune(capsys, model, data, out, *extra):
         0,
         *extra,
     )
+
+
+def swapping(tmp_path):
+    """Options that have some states and weights on a drive."""
+    return ("--nvme", tmp_path / "swap", "--nvme-optimizer-blocks", 3, "--nvme-param-blocks", 2)
+
+
+def losses(run_dir):
+    """By step, of the run's log."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}

@@ -62,8 +62,8 @@ def safe_set_full_grad(param, value):
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param, value, optim_state_key):
-    """The moment, "exp_avg" or "exp_avg_sq", becomes `value`, rounded where moments are in bf16. Raises UsageError for a parameter
-    without states."""
+    """The moment, "exp_avg" or "exp_avg_sq", becomes `value`, rounded where moments are in bf16. Raises UsageError for a
+    parameter without states."""
     optimizer = _required_owner(param)
     optimizer.synchronize()
     optimizer._show_state(param)[optim_state_key].copy_(value)
