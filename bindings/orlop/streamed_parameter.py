@@ -101,7 +101,8 @@ class StreamedParameter(torch.nn.Parameter):
         names = [a._orlop_entry.name for a in each_of(StreamedParameter, args, kwargs)]
         raise errors.UsageError(
             f"{', '.join(names)}: the weights are in host memory, or on drives; use them inside the forward of their "
-            "own block, or inside `with orlop.gathered(...):`"
+            "own block, or inside `with orlop.gathered(...):`. What updates them is the optimizer that wrap() returned, "
+            "which a Trainer takes as optimizers=(optimizer, None)"
         )
 
 

@@ -38,7 +38,10 @@ UniqueFd open_file(const fs::path& path, int flags, const char* purpose) {
 
 }  // namespace
 
-UniqueFd open_for_reading(const fs::path& path) { return open_file(path, O_RDONLY, "reading"); }
+// A pipe is refused by whoever asks for its size; opening it waits for nobody.
+UniqueFd open_for_reading(const fs::path& path) {
+  return open_file(path, O_RDONLY | O_NONBLOCK, "reading");
+}
 
 UniqueFd open_for_writing(const fs::path& path) {
   return open_file(path, O_RDWR | O_CREAT | O_TRUNC, "writing");

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstring>
 #include <string>
@@ -244,6 +245,10 @@ TEST(SafetensorsReader, AbsentAndUnreadableFiles) {
               HasSubstr("No such file"));
   std::filesystem::create_directory(folder / "model.safetensors");
   error_of(ErrorCode::kInvalidData, [&] { SafetensorsReader{folder.path()}; });
+  // Nobody waits for a writer of a pipe.
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  EXPECT_THAT(error_of(ErrorCode::kInvalidData, [&] { SafetensorsReader{folder / "pipe"}; }),
+              HasSubstr("pipe' is not a regular file"));
 }
 
 TEST(SafetensorsReader, AFileThatShrinksAfterwardsIsAnError) {

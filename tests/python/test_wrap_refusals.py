@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wrap_model import Model, plain, streamed, train, weights  # noqa: E402
+from wrap_model import Model, batch, plain, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
 
@@ -84,6 +84,20 @@ def test_an_optimizer_beside_that_of_the_wrap_is_refused():
     train(model, optimizer, 2)
     after = weights(model)
     assert all(torch.equal(before[n], after[n]) == n.startswith("blocks") for n in before)
+
+
+def test_a_step_of_another_optimizer_says_whose_it_is():
+    """As a Trainer makes one that was given none. No block has changed: the step can still be taken."""
+    model, optimizer = streamed(Model())
+    expected = plain(Model())
+    losses = train(*expected, 3)
+    model(batch(0)).float().square().mean().backward()
+    with pytest.raises(orlop.UsageError, match=r"blocks\.0\.weight: .* optimizers=\(optimizer, None\)"):
+        torch.optim.AdamW(model.blocks.parameters(), lr=1.0).step()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert train(model, optimizer, 2, first=1) == losses[1:]
 
 
 def test_a_model_is_not_unwrapped_under_its_optimizer():
