@@ -19,6 +19,7 @@ struct Lanes {
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
   static Bits load_u16(const uint16_t* p) { return (Bits)_mm256_cvtepu16_epi32(load_halves(p)); }
+  static Bits load_i16(const uint16_t* p) { return (Bits)_mm256_cvtepi16_epi32(load_halves(p)); }
   static void store_u16(uint16_t* p, Bits x) {
     const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
     const __m128i packed =
@@ -34,6 +35,9 @@ struct Lanes {
   static Float sqrt(Float x) { return _mm256_sqrt_ps(x); }
   static Bits to_bits(Float x) { return (Bits)_mm256_castps_si256(x); }
   static Float to_float(Bits x) { return _mm256_castsi256_ps((__m256i)x); }
+  static Bits zero_if_negative(Bits x) {
+    return (Bits)_mm256_max_epi32((__m256i)x, _mm256_setzero_si256());
+  }
   static Bits quiet_bits(Float x) {
     const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
     return to_bits(_mm256_blendv_ps(x, quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));

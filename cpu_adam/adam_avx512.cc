@@ -19,6 +19,7 @@ struct Lanes {
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static Bits load_u16(const uint16_t* p) { return (Bits)_mm512_cvtepu16_epi32(load_halves(p)); }
+  static Bits load_i16(const uint16_t* p) { return (Bits)_mm512_cvtepi16_epi32(load_halves(p)); }
   static void store_u16(uint16_t* p, Bits x) { store_halves(p, _mm512_cvtepi32_epi16((__m512i)x)); }
   static Float load_fp16(const uint16_t* p) { return _mm512_cvtph_ps(load_halves(p)); }
   static void store_fp16(uint16_t* p, Float x) {
@@ -29,6 +30,9 @@ struct Lanes {
   static Float sqrt(Float x) { return _mm512_sqrt_ps(x); }
   static Bits to_bits(Float x) { return (Bits)_mm512_castps_si512(x); }
   static Float to_float(Bits x) { return _mm512_castsi512_ps((__m512i)x); }
+  static Bits zero_if_negative(Bits x) {
+    return (Bits)_mm512_max_epi32((__m512i)x, _mm512_setzero_si512());
+  }
   static Bits quiet_bits(Float x) {
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return (Bits)_mm512_mask_mov_epi32(_mm512_castps_si512(x), nan, _mm512_set1_epi32(0x7fc00000));

@@ -8,9 +8,12 @@
 //   Double, kDoubleWidth    fp64 lanes
 //   broadcast(float | uint32_t), iota()
 //   load(const float*), store(float*, Float)
-//   load_u16(const uint16_t*) -> Bits, zero-extended;  store_u16(uint16_t*, Bits) stores the low
-//   halves load_fp16(const uint16_t*) -> Float;  store_fp16(uint16_t*, Float), to nearest even fma,
-//   sqrt, to_bits, to_float quiet_bits(Float)       the bits, where every NaN is 0x7fc00000
+//   load_u16(const uint16_t*) -> Bits, zero-extended;  load_i16, sign-extended
+//   store_u16(uint16_t*, Bits)    stores the low halves
+//   load_fp16(const uint16_t*) -> Float;  store_fp16(uint16_t*, Float), to nearest even
+//   fma, sqrt, to_bits, to_float
+//   zero_if_negative(Bits)        of signed numbers
+//   quiet_bits(Float)             the bits, where every NaN is 0x7fc00000
 //   add_squares(Float, Double*)   adds the squares to kWidth / kDoubleWidth consecutive sums
 //   store_sums(double*, Double)
 
@@ -48,11 +51,9 @@ typename L::Float load_grad(const void* grad, int64_t i) {
 template <class L, MasterLayout kMaster>
 typename L::Float load_master(const AdamChunk& chunk, int64_t i) {
   if constexpr (kMaster == kSplitBf16) {
-    const typename L::Bits hi = L::load_u16(static_cast<const uint16_t*>(chunk.param) + i);
-    // (lo ^ 0x8000) - 0x8000 extends the sign of the low half.
-    const typename L::Bits sign = L::broadcast(0x8000u);
-    const typename L::Bits lo = (L::load_u16(chunk.lo + i) ^ sign) - sign;
-    return L::to_float((hi << 16) + lo);
+    const typename L::Bits hi = L::load_u16(static_cast<const uint16_t*>(chunk.param) + i) << 16;
+    const typename L::Bits magnitude = (hi & L::broadcast(0x7fffffffu)) + L::load_i16(chunk.lo + i);
+    return L::to_float((hi & L::broadcast(0x80000000u)) | L::zero_if_negative(magnitude));
   } else {
     return L::load(chunk.master + i);
   }

@@ -23,6 +23,9 @@ struct Lanes {
   static Float load(const float* p) { return *p; }
   static void store(float* p, Float x) { *p = x; }
   static Bits load_u16(const uint16_t* p) { return *p; }
+  static Bits load_i16(const uint16_t* p) {
+    return static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(*p)));
+  }
   static void store_u16(uint16_t* p, Bits x) { *p = static_cast<uint16_t>(x & 0xffffu); }
   static Float load_fp16(const uint16_t* p) { return fp16_to_float(*p); }
   static void store_fp16(uint16_t* p, Float x) { *p = float_to_fp16(x); }
@@ -31,6 +34,7 @@ struct Lanes {
   static Float sqrt(Float x) { return std::sqrt(x); }
   static Bits to_bits(Float x) { return std::bit_cast<uint32_t>(x); }
   static Float to_float(Bits x) { return std::bit_cast<float>(x); }
+  static Bits zero_if_negative(Bits x) { return (x & 0x80000000u) != 0 ? 0 : x; }
   static Bits quiet_bits(Float x) { return std::isnan(x) ? 0x7fc00000u : to_bits(x); }
 
   static void add_squares(Float x, Double* sums) {

@@ -210,8 +210,8 @@ class DeviceHome:
     """States on the device beside the weights, which are themselves part of the master; the gradient never leaves.
 
     Weights that somebody writes in place are taken as optimizers of CPU tensors take theirs: the rest of a bf16
-    master stays, at most half a unit in the last place of the weight that was written; fp16 weights that are no
-    longer the rounded master become the master.
+    master stays, at most half a unit in the last place of the weight that was written (none below a zero, where it
+    would be a NaN); fp16 weights that are no longer the rounded master become the master.
     """
 
     on_device = True
@@ -256,19 +256,16 @@ class DeviceHome:
             return
         self._lies_at(slot)
         slot.version, slot.loaded_rest = param._version, None
-        weights = flat(param)
-        if self.dtype == torch.bfloat16:  # below a zero the rest would be a NaN
-            rest = flat(self.planes["master_lo"])
-            rest.masked_fill_(((weights.view(torch.int16) & 0x7FFF) == 0) & (rest < 0), 0)
-        elif self.dtype == torch.float16:
-            master = flat(self.planes["master"])
+        if self.dtype == torch.float16:
+            weights, master = flat(param), flat(self.planes["master"])
             master.copy_(torch.where(weights != master.half(), weights.float(), master))
 
     def read_master(self, slot) -> torch.Tensor:
         """(numel) fp32 in host memory, a copy."""
         if self.dtype == torch.bfloat16:
-            high = flat(slot.param).cpu().view(torch.int16).int() << 16
-            return (high + flat(self.planes["master_lo"]).cpu().int()).view(torch.float32)
+            weights = flat(slot.param).cpu().view(torch.int16).int()
+            magnitude = ((weights & 0x7FFF) << 16) + flat(self.planes["master_lo"]).cpu().int()
+            return ((weights & 0x8000) << 16 | magnitude.clamp_(min=0)).view(torch.float32)
         return flat(self.planes["master"] if self.dtype == torch.float16 else slot.param).cpu().clone()
 
     def write_master(self, slot, values: torch.Tensor) -> None:

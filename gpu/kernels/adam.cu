@@ -69,8 +69,9 @@ __device__ __forceinline__ void load_master(const Run& run, int64_t i, float (&p
     load(run.lo + i, lo);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const uint32_t low = (uint32_t{lo[k]} ^ 0x8000u) - 0x8000u;  // extends the sign
-      p[k] = __uint_as_float((uint32_t{hi[k]} << 16) + low);
+      const int magnitude = ((hi[k] & 0x7fff) << 16) + static_cast<int16_t>(lo[k]);
+      const uint32_t sign = (hi[k] & 0x8000u) << 16;
+      p[k] = __uint_as_float(sign | static_cast<uint32_t>(max(magnitude, 0)));
     }
   } else {
     load(run.master + i, p);

@@ -15,6 +15,8 @@ namespace orlop {
 //                 the exact fp32 master:
 //                 bits = (hi << 16) + int16(lo),
 //                 hi = (bits + 0x8000) >> 16 (round half up)
+//                 Who writes `hi` alone leaves a rest of at most half a unit in its last place; a
+//                 negative rest beside a zero, which no update leaves, counts as none.
 //   fp16 compute: `master` (fp32) and `param` (fp16 copy, round to nearest even)
 //   fp32 compute: `master` alone, which is the compute copy
 // Planes that a layout does not name are null. Moments are fp32, or bf16 with stochastic rounding

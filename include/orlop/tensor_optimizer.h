@@ -96,8 +96,8 @@ struct TensorUpdate {
   GradientView gradient;  // valid until the update has been waited for
   AdamHyper hyper;        // `seed` is ignored: it is the tensor's
   Fence arrived;
-  // Whether somebody else may have written weights or master in place since the last update; the
-  // master is brought up to that first, which is a pass over both.
+  // Whether somebody else may have written weights or master in place since the last update; an
+  // fp16 master is brought up to that first, which is a pass over both.
   bool is_written = true;
 };
 
@@ -164,13 +164,13 @@ class ORLOP_EXPORT TensorOptimizer {
   void wait(int64_t tensor);
   void synchronize();
 
-  // Takes weights (numel elements of the tensor's dtype) that somebody else changed: where they
-  // differ from the compute copy, copy and master become exactly them. Waits for updates.
+  // Takes weights (numel elements of the tensor's dtype) that somebody else changed: the next
+  // update starts there. Where they differ the master becomes exactly them; in bf16 its rest stays,
+  // at most half a unit in the last place. Waits for updates.
   void adopt_weights(int64_t tensor, const void* weights);
 
-  // The caller's weights lie elsewhere from now on, with the same dtype and count. What differs
-  // from the old ones becomes the master exactly. The old memory must still be there. Waits for
-  // updates.
+  // The caller's weights lie elsewhere from now on, with the same dtype and count, and are taken as
+  // adopt_weights() takes them. The old memory may be gone. Waits for updates.
   void move_weights(int64_t tensor, void* weights);
 
   // The fp32 master. Writing it also writes the weights (bf16: round half up, fp16: nearest even).

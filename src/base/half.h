@@ -12,6 +12,14 @@ inline float bf16_to_float(uint16_t value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
 }
 
+// A value in two planes (orlop/cpu_adam.h): bf16 and a signed rest. A negative rest beside a zero
+// counts as none, where the sum of both would be a NaN.
+inline float split_bf16_to_float(uint16_t value, uint16_t rest) {
+  const int32_t magnitude = ((value & 0x7fff) << 16) + static_cast<int16_t>(rest);
+  const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
+  return std::bit_cast<float>(sign | static_cast<uint32_t>(magnitude < 0 ? 0 : magnitude));
+}
+
 inline uint16_t float_to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);

@@ -250,11 +250,11 @@ void TensorDrives::adopt(int64_t index, const TensorStore::Tensor& tensor, const
     const std::byte* given = offset(weights, chunk.begin, dtype);
     auto* copy = const_cast<std::byte*>(offset(tensor.states.weights, chunk.begin, dtype));
     const size_t bytes = static_cast<size_t>(chunk.numel) * dtype_bytes(dtype);
-    if (chunk.is_blank || dtype == DType::kF32) {
+    if (chunk.is_blank || dtype != DType::kF16) {
       if (given != copy) std::memmove(copy, given, bytes);
       if (chunk.is_blank && is_loaded(index, i))
         loaded_.reset();  // its master is of weights before
-    } else if (dtype == DType::kF16 || std::memcmp(copy, given, bytes) != 0) {
+    } else {
       const AdamShard states = load(index, tensor, i);
       loaded_->is_dirty = adopt_weights(states, given) || loaded_->is_dirty;
     }

@@ -94,9 +94,8 @@ void TensorHomes::adopt_weights(int64_t index, const void* weights) {
 }
 
 void TensorHomes::move_weights(int64_t index, void* weights) {
-  store_.check_move(index, weights);
-  if (store_.at(index).spec.dtype != DType::kF32) adopt_weights(index, weights);
   store_.move_weights(index, weights);
+  adopt_weights(index, weights);
 }
 
 void TensorHomes::read_master(int64_t index, std::span<float> values) {

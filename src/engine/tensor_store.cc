@@ -1,6 +1,7 @@
 #include "engine/tensor_store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <new>
@@ -136,18 +137,13 @@ void TensorStore::release(int64_t index) {
   if (!is_used) std::erase(arenas_, arena);
 }
 
-void TensorStore::check_move(int64_t index, const void* weights) const {
-  const Tensor& known = at(index);
-  check(known.spec.weights != nullptr && weights != nullptr, ErrorCode::kUsage,
-        "tensor '{}': only weights in the caller's memory can move to other memory of the caller",
-        known.spec.name);
-  TensorSpec spec = known.spec;
-  spec.weights = const_cast<void*>(weights);
-  check_spec(spec);
-}
-
 void TensorStore::move_weights(int64_t index, void* weights) {
-  check_move(index, weights);
+  TensorSpec spec = at(index).spec;
+  check(spec.weights != nullptr && weights != nullptr, ErrorCode::kUsage,
+        "tensor '{}': only weights in the caller's memory can move to other memory of the caller",
+        spec.name);
+  spec.weights = weights;
+  check_spec(spec);
   Tensor& tensor = tensors_[static_cast<size_t>(index)];
   tensor.spec.weights = weights;
   tensor.states.weights = weights;
@@ -195,9 +191,7 @@ void read_master(const AdamShard& states, std::span<float> values) {
   const auto* copy = static_cast<const uint16_t*>(states.param);
   for (size_t i = 0; i < values.size(); ++i) {
     if (states.compute_dtype == DType::kBF16) {
-      const auto rest =
-          static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(states.lo[i])));
-      values[i] = std::bit_cast<float>((static_cast<uint32_t>(copy[i]) << 16) + rest);
+      values[i] = split_bf16_to_float(copy[i], states.lo[i]);
     } else {
       values[i] = states.master[i];
     }
@@ -221,54 +215,27 @@ void write_master(const AdamShard& states, std::span<const float> values) {
 }
 
 bool adopt_weights(const AdamShard& states, const void* weights) {
-  const auto numel = static_cast<size_t>(states.numel);
-  if (states.compute_dtype == DType::kF32) {
-    if (weights != states.master) std::memcpy(states.master, weights, 4 * numel);
-    return false;
-  }
-  const auto* given = static_cast<const uint16_t*>(weights);
-  auto* copy = static_cast<uint16_t*>(states.param);
-  bool changed = false;
-  for (size_t i = 0; i < numel; ++i) {
-    const bool is_half = states.compute_dtype == DType::kF16;
-    const bool differs = given[i] != (is_half ? float_to_fp16(states.master[i]) : copy[i]);
-    if (differs && is_half) states.master[i] = fp16_to_float(given[i]);
-    if (differs && !is_half) states.lo[i] = 0;
-    changed = changed || differs;
-    copy[i] = given[i];
-  }
-  return changed;
+  void* const copy = states.compute_dtype == DType::kF32 ? states.master : states.param;
+  const size_t bytes = static_cast<size_t>(states.numel) * dtype_bytes(states.compute_dtype);
+  if (copy != weights && bytes > 0) std::memmove(copy, weights, bytes);
+  return mend_master(states, 1);
 }
 
-void mend_master(const AdamShard& states, int threads) {
-  if (states.compute_dtype == DType::kF32) return;
+bool mend_master(const AdamShard& states, int threads) {
+  if (states.compute_dtype != DType::kF16) return false;
   const auto* copy = static_cast<const uint16_t*>(states.param);
-  const int64_t numel = states.numel;
-  uint16_t* lo = states.lo;
   float* master = states.master;
-  const auto mend_half = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (copy[i] != float_to_fp16(master[i])) master[i] = fp16_to_float(copy[i]);
-    }
-  };
-  const auto mend_split = [&](int64_t begin, int64_t end) {
-    uint16_t stale = 0;  // it is rare: what is only read costs less
-#pragma omp simd reduction(| : stale)
-    for (int64_t i = begin; i < end; ++i) {
-      const uint16_t rest = lo[i];
-      stale = static_cast<uint16_t>(stale | ((copy[i] & 0x7fffu) == 0 ? rest : 0));
-    }
-    for (int64_t i = begin; (stale & 0x8000u) != 0 && i < end; ++i) {
-      if ((copy[i] & 0x7fffu) == 0 && (lo[i] & 0x8000u) != 0) lo[i] = 0;
-    }
-  };
-  share_between_threads(ceil_div(numel, kMendBlock), threads, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      const int64_t begin = block * kMendBlock;
-      const int64_t end = std::min(begin + kMendBlock, numel);
-      states.compute_dtype == DType::kF16 ? mend_half(begin, end) : mend_split(begin, end);
+  std::atomic<bool> changed = false;
+  const int64_t blocks = ceil_div(states.numel, kMendBlock);
+  share_between_threads(blocks, threads, [&](int64_t first, int64_t last) {
+    const int64_t end = std::min(last * kMendBlock, states.numel);
+    for (int64_t i = first * kMendBlock; i < end; ++i) {
+      if (copy[i] == float_to_fp16(master[i])) continue;
+      master[i] = fp16_to_float(copy[i]);
+      changed.store(true, std::memory_order_relaxed);
     }
   });
+  return changed;
 }
 
 }  // namespace orlop

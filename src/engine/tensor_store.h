@@ -36,9 +36,8 @@ class TensorStore {
   // All or nothing. Throws Error(kUsage) that names the tensor, Error(kDoesNotFit).
   int64_t add(std::span<const TensorSpec> specs);
 
-  // Throws Error(kUsage) unless move_weights() can work.
-  void check_move(int64_t index, const void* weights) const;
   // The weights of a tensor whose specification names caller's memory are found at `weights` now.
+  // Throws Error(kUsage) for another tensor and for an address that cannot be theirs.
   void move_weights(int64_t index, void* weights);
 
   // Forgets the states of a tensor, and their arena with its last tensor.
@@ -68,14 +67,14 @@ void check_count(const TensorStore::Tensor& tensor, size_t count);
 
 void read_master(const AdamShard& states, std::span<float> values);
 void write_master(const AdamShard& states, std::span<const float> values);
-// Where `weights` (in the compute dtype) differ from the compute copy, both and the master become
-// exactly them. Returns whether anything beside the compute copy has changed.
-bool adopt_weights(const AdamShard& states, const void* weights);
+// Weights that somebody has written are where the next update starts, wherever they and their
+// states live: elements of an fp16 copy that are no longer the rounded master become the master;
+// bf16 and fp32 weights are themselves of the master, beside whose bf16 a rest may stay that is at
+// most half a unit in the last place (orlop/cpu_adam.h).
 
-// Brings the master up to what was written into the weights in place since the last update.
-//   fp16: elements whose copy is no longer the rounded master take the copy as their master.
-//   bf16: the rest in `lo` of a changed element stays and is at most half a unit in its last
-//         place; only beside a zero could it turn the bits into a NaN, there it is dropped.
-void mend_master(const AdamShard& states, int threads);
+// `weights` (in the compute dtype) become the compute copy. Returns whether anything else changed.
+bool adopt_weights(const AdamShard& states, const void* weights);
+// The compute copy was written in place. Returns whether anything changed.
+bool mend_master(const AdamShard& states, int threads);
 
 }  // namespace orlop

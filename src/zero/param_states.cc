@@ -82,9 +82,7 @@ void read_plane(const StatePlanes& planes, const StateAddress& base, Plane plane
     const uint16_t* hi = plane_at<uint16_t>(base.copy, 0, offset);
     const uint16_t* lo = plane_at<uint16_t>(base.rest, planes.master, offset);
     for (size_t i = 0; i < values.size(); ++i) {
-      const int32_t rest = static_cast<int16_t>(lo[i]);
-      values[i] =
-          std::bit_cast<float>((static_cast<uint32_t>(hi[i]) << 16) + static_cast<uint32_t>(rest));
+      values[i] = split_bf16_to_float(hi[i], lo[i]);
     }
     return;
   }

@@ -116,6 +116,26 @@ INSTANTIATE_TEST_SUITE_P(Formats, HalfTest,
 
 #ifdef __FLT16_MAX__
 // The compiler's own type as a second witness.
+// Every value whose upper half is none of a NaN's comes back from its two planes, and a rest that
+// somebody left below a zero is none.
+TEST(Half, SplitValuesComeBack) {
+  for (uint32_t high = 0; high <= 0xffff; ++high) {
+    for (const uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+      const uint32_t bits = high << 16 | low;
+      if ((bits & 0x7fffffffu) > 0x7f800000u) continue;
+      const auto value = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+      const float joined = split_bf16_to_float(value, static_cast<uint16_t>(low));
+      ASSERT_EQ(std::bit_cast<uint32_t>(joined), bits);
+    }
+  }
+  for (uint32_t rest = 0; rest <= 0xffff; ++rest) {
+    const uint32_t expected = rest < 0x8000u ? rest : 0;
+    const auto low = static_cast<uint16_t>(rest);
+    ASSERT_EQ(std::bit_cast<uint32_t>(split_bf16_to_float(0, low)), expected);
+    ASSERT_EQ(std::bit_cast<uint32_t>(split_bf16_to_float(0x8000, low)), 0x80000000u | expected);
+  }
+}
+
 TEST(Half, Fp16AgreesWithTheCompiler) {
   for (uint64_t bits = 0; bits <= 0xffffffffu; bits += 641) {
     const auto value = std::bit_cast<float>(static_cast<uint32_t>(bits));

@@ -4,6 +4,7 @@
 
 #include <rapidcheck/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 
@@ -75,6 +76,29 @@ TEST_P(EveryLayout, GivesTheSameBitsForUncommonValues) {
   const OwnedShard expected = run(Isa::kScalar);
   for (const Isa isa : available_isas()) {
     ASSERT_TRUE(same_bits(run(isa), expected)) << isa_name(isa);
+  }
+}
+
+// Somebody sets bf16 weights to zero in place: what is left in the other plane must not make them a
+// NaN. Case B-09.
+TEST(CpuAdamBits, AZeroThatIsWrittenStaysAZero) {
+  constexpr int64_t kCount = 70000;  // so that every rest is among them
+  constexpr Layout kLayout{DType::kBF16, DType::kF32, DType::kBF16};
+  for (const Isa isa : available_isas()) {
+    const ScopedEnv limit("ORLOP_MAX_ISA", isa_name(isa));
+    OwnedShard shard(kLayout, kCount, 3);
+    for (int64_t i = 0; i < kCount; ++i) {
+      shard.set_master(i, std::bit_cast<float>(0x3f800000u + static_cast<uint32_t>(i)));
+      shard.write_hi(i, i % 2 == 0 ? 0x0000 : 0x8000);
+      shard.set_moments(i, 0.0f, 0.0f);
+      shard.set_grad(i, 0.0f);
+    }
+    adam_step(shard.view(), {.lr = 1e-2}, 1.0f, 2);
+    for (int64_t i = 0; i < kCount; ++i) {
+      const auto rest = static_cast<uint32_t>(i & 0xffff);
+      const float expected = std::bit_cast<float>(rest < 0x8000u ? rest : 0u);
+      ASSERT_EQ(shard.master(i), i % 2 == 0 ? expected : -expected) << i << ", " << isa_name(isa);
+    }
   }
 }
 

@@ -141,6 +141,7 @@ float OwnedShard::grad(int64_t i) const { return decode(grad_.at(i), layout_.gra
 void OwnedShard::set_grad(int64_t i, float value) { encode(grad_.at(i), layout_.grad, value); }
 
 uint16_t OwnedShard::hi(int64_t i) const { return read<uint16_t>(param_.at(i)); }
+void OwnedShard::write_hi(int64_t i, uint16_t bits) { write(param_.at(i), bits); }
 uint16_t OwnedShard::lo(int64_t i) const { return read<uint16_t>(lo_.at(i)); }
 
 float OwnedShard::master(int64_t i) const {

@@ -312,17 +312,32 @@ TEST(TensorOptimizer, AdoptsAndMovesWeights) {
     spec.weights = weights.data();
     TensorOptimizer optimizer(1);
     optimizer.add(std::vector{spec});
-    const std::vector<float> values = random_floats(1000, 5);
-    optimizer.write_master(0, values);
+    const bool is_split = dtype == DType::kBF16;
+    std::vector<float> expected = random_floats(1000, 5);
+    optimizer.write_master(0, expected);
+    std::vector<uint16_t> rest(1000);
+    if (is_split) {
+      optimizer.read_state(0, StatePlane::kMasterRest, 0, std::as_writable_bytes(std::span(rest)));
+    }
+    const std::vector<uint16_t> before = weights;
     std::vector<uint16_t> moved = weights;
-    moved[10] = dtype == DType::kBF16 ? float_to_bf16(7.0f) : float_to_fp16(7.0f);
+    const uint16_t seven = is_split ? float_to_bf16(7.0f) : float_to_fp16(7.0f);
+    moved[10] = seven;
+    expected[10] = is_split ? split_bf16_to_float(seven, rest[10]) : 7.0f;
     optimizer.move_weights(0, moved.data());
     std::vector<float> master(1000);
     optimizer.read_master(0, master);
-    std::vector<float> expected = values;
-    expected[10] = 7.0f;
     EXPECT_EQ(master, expected);
     EXPECT_EQ(optimizer.states(0).weights, moved.data());
+
+    std::vector<uint16_t> other = moved;
+    other[20] = seven;
+    expected[20] = is_split ? split_bf16_to_float(seven, rest[20]) : 7.0f;
+    optimizer.adopt_weights(0, other.data());
+    optimizer.read_master(0, master);
+    EXPECT_EQ(master, expected);
+    EXPECT_EQ(moved, other);
+    EXPECT_EQ(weights, before);  // whoever has the old memory
   }
 }
 

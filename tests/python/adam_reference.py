@@ -36,10 +36,14 @@ class Reference:
         self.v = _fma(f32(1.0 - beta2) * g, g, f32(beta2) * self.v)
         self.p = p - step_size * (self.m / (np.sqrt(self.v) / correction + f32(eps)))
 
-    def rounded_half_up(self) -> np.ndarray:
-        """The bf16 weights, as fp32: the upper half of the bits after adding half a unit."""
-        bits = (self.p.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-        return bits.view(np.float32)
+
+def rounded(masters, dtype: torch.dtype) -> torch.Tensor:
+    """The weights of fp32 masters: in bf16 the upper half of the bits after adding half a unit, in fp16 the nearest,
+    or even."""
+    masters = torch.as_tensor(masters)
+    if dtype == torch.bfloat16:
+        return (masters.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(dtype)
+    return masters.to(dtype)
 
 
 def parameters_of_both_equal_torch(device: str, accumulation: int, hidden: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import orlop  # noqa: E402
-from adam_reference import Reference, parameters_of_both_equal_torch  # noqa: E402
+from adam_reference import Reference, parameters_of_both_equal_torch, rounded  # noqa: E402
 
 STEPS = 100
 
@@ -202,10 +202,7 @@ def test_masters_equal_the_formula_bit_for_bit(dtype, gradients, maximize):
             assert torch.equal(master, torch.from_numpy(reference.p)), f"step {step}, {tuple(p.shape)}"
             assert torch.equal(optimizer.state[p]["exp_avg"].flatten(), torch.from_numpy(reference.m))
             assert torch.equal(optimizer.state[p]["exp_avg_sq"].flatten(), torch.from_numpy(reference.v))
-            expected = torch.from_numpy(reference.p).to(dtype)
-            if dtype == torch.bfloat16:
-                expected = torch.from_numpy(reference.rounded_half_up()).to(dtype)
-            assert torch.equal(p.detach().flatten(), expected)
+            assert torch.equal(p.detach().flatten(), rounded(reference.p, dtype))
 
 
 @pytest.mark.parametrize("gradients", ["stay", "leave"])
