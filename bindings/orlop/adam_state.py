@@ -24,6 +24,7 @@ class StateSide:
         self.synchronize()
         self._follow_moves()
         slot = self._slot_of(p)
+        self._find_written([slot])
         slot.follow_weights()
         return slot.home.read_master(slot).as_strided(p.size(), p.stride())
 
