@@ -1,89 +1,75 @@
-"""Whatever a loop does between and around its steps, the bits are the same wherever states live: random loops, run
-once for every place, with a host link in the place of a CUDA one. On a GPU with ORLOP_TEST_DEVICE=cuda."""
+"""Whatever a loop does between and around its steps, the bits are the same wherever weights and states live: random
+loops, run once for every place, with a host link in the place of a CUDA one. On a GPU with ORLOP_TEST_DEVICE=cuda."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
+import functools
 import random
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from wrap_model import DEVICE, Model  # noqa: E402
+
 import orlop  # noqa: E402
 from host_link import all_away  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 
-DEVICE = os.environ.get("ORLOP_TEST_DEVICE", "cpu")
 SHAPES = [(7, 5), (1,), (), (64, 33), (130,)]
 LENGTH = 40
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 class Loop:
-    """Parameters, their optimizer, and what has been seen of them. Every operation draws from a generator of its own,
-    so that the same script does the same everywhere."""
+    """Weights, their optimizer, and what can be seen of them. Every operation draws from generators that are seeded for
+    it, so that a script does the same everywhere; `p` is one of the parameters."""
 
-    def __init__(self, dtype: torch.dtype, options: list[dict]):
-        torch.manual_seed(0)
-        self.dtype, self.options = dtype, iter(options)
-        self.params = [torch.nn.Parameter(self.values(shape)) for shape in SHAPES]
-        self.optimizer = self.new_optimizer()
+    dtype: torch.dtype
+    params: list  # in the same order everywhere
+    optimizer: orlop.AdamW
+
+    def __init__(self):
+        self.results = []  # of forwards
 
     def values(self, shape) -> torch.Tensor:
         return torch.randn(shape).to(DEVICE, self.dtype)
 
-    def new_optimizer(self):
-        groups = [{"params": self.params[:3]}, {"params": self.params[3:], "weight_decay": 0.0}]
-        return orlop.AdamW(groups, lr=1e-2, gradients="leave", **next(self.options))
-
     def seen(self) -> dict:
         """Weights, masters and gradients, or the error that says there is none."""
         self.optimizer.synchronize()
-        seen = {}
+        seen = {"results": list(self.results)}
         for i, p in enumerate(self.params):
-            seen[f"weights {i}"] = p.detach().cpu().clone()
-            seen[f"gradient {i}"] = None if p.grad is None else p.grad.cpu().clone()
+            seen[f"weights {i}"] = p.data.cpu().clone()
+            seen[f"gradient {i}"] = None if p.grad is None else (p.grad + 0).cpu()  # no alias of it
             try:
                 seen[f"master {i}"] = self.optimizer.master(p)
-            except orlop.UsageError as error:  # frozen since it was created
+            except orlop.UsageError as error:  # frozen since the optimizer was made
                 seen[f"master {i}"] = str(error)
         return seen
-
-    # --- what a script consists of: p is one of the parameters ------------------------------------
-
-    def backward(self, p):
-        used = [p for p in self.params if p.requires_grad and random.random() < 0.8]
-        if used:
-            sum((p * self.values(p.shape)).float().sum() for p in used).backward()
 
     def step(self, p):
         self.optimizer.step()
 
+    def clipped_step(self, p):
+        self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def zero_grad(self, p):
         self.optimizer.zero_grad(set_to_none=random.random() < 0.5)
 
-    def clip(self, p):
-        self.optimizer.clip_grad_norm_(0.5)
-
-    def change_gradient(self, p):
+    def scale_gradient(self, p):
         if p.grad is not None:
-            p.grad.mul_(0.5) if random.random() < 0.5 else p.grad.add_(torch.ones_like(p))
-
-    def set_gradient(self, p):
-        p.grad = self.values(p.shape) if p.requires_grad and random.random() < 0.5 else None
-
-    def write(self, p):
-        """Seen by version counters. (Who writes weights waits for them.)"""
-        self.optimizer.synchronize()
-        with torch.no_grad():
-            p.mul_(0.5) if random.random() < 0.5 else p.zero_()
+            p.grad.mul_(0.5)
 
     def write_data(self, p):
+        """Not seen by version counters. (Who writes weights waits for them.)"""
         self.optimizer.synchronize()
-        if self.dtype != torch.float16:  # where states are on the device nobody sees it
+        if self.dtype != torch.float16:  # of states on the device nobody would see it
             p.data.mul_(random.choice([0.75, 0.0]))
 
     def replace(self, p):
@@ -97,6 +83,42 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = random.choice([0.0, 1e-3, 1e-1])
 
+    def load_own_state(self, p):
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+
+class ParameterLoop(Loop):
+    """Door 1."""
+
+    def __init__(self, dtype, make):
+        super().__init__()
+        self.dtype, self.make = dtype, make
+        self.params = [torch.nn.Parameter(self.values(shape)) for shape in SHAPES]
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self):
+        return self.make([{"params": self.params[:3]}, {"params": self.params[3:], "weight_decay": 0.0}])
+
+    def backward(self, p):
+        used = [p for p in self.params if p.requires_grad and random.random() < 0.8]
+        if used:
+            sum((p * self.values(p.shape)).float().sum() for p in used).backward()
+
+    def clip(self, p):
+        self.optimizer.clip_grad_norm_(0.5)
+
+    def add_to_gradient(self, p):
+        if p.grad is not None:
+            p.grad.add_(torch.ones_like(p))
+
+    def set_gradient(self, p):
+        p.grad = self.values(p.shape) if p.requires_grad and random.random() < 0.5 else None
+
+    def write(self, p):
+        self.optimizer.synchronize()
+        with torch.no_grad():
+            p.mul_(0.5) if random.random() < 0.5 else p.zero_()
+
     def set_master(self, p):
         if p.requires_grad:
             self.optimizer.set_master(p, torch.randn(p.shape))
@@ -106,9 +128,6 @@ class Loop:
         if "exp_avg" in self.optimizer.state.get(p, {}):
             self.optimizer.state[p]["exp_avg"].mul_(0.5)
 
-    def load_own_state(self, p):
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-
     def resume(self, p):
         state = copy.deepcopy(self.optimizer.state_dict())
         self.optimizer.zero_grad()
@@ -117,27 +136,80 @@ class Loop:
         self.optimizer.load_state_dict(state)
 
 
-COMMON = [Loop.backward, Loop.step, Loop.zero_grad, Loop.write]
-OPERATIONS = 3 * COMMON + [
-    value
-    for value in vars(Loop).values()
-    if callable(value) and value.__code__.co_varnames[:2] == ("self", "p")
-]
+class ModelLoop(Loop):
+    """Door 2: blocks in the order of the model or another, some of them not at all."""
 
+    def __init__(self, dtype, make):
+        super().__init__()
+        self.dtype, self.make = dtype, make
+        self.new_model()
 
-def run(seed: int, dtype: torch.dtype, options: list[dict]) -> list:
-    """(operation, what was seen after it) of each."""
-    script = random.Random(seed)
-    loop = Loop(dtype, options)
-    trace = []
-    for _ in range(LENGTH):
-        operation, which, own = (
-            script.choice(OPERATIONS),
-            script.randrange(len(SHAPES)),
-            script.randrange(1 << 30),
+    def new_model(self):
+        self.model, self.optimizer, self.is_wrapped = self.make(Model(dtype=self.dtype))
+        self.params = list(self.model.parameters())
+
+    def forward(self):
+        order = (
+            [random.randrange(5) for _ in range(random.randrange(1, 7))] if random.random() < 0.3 else None
         )
+        return self.model(self.values((3, 8)), order).float()
+
+    def backward(self, p):
+        self.forward().square().mean().backward()
+
+    def evaluate(self, p):
+        with torch.no_grad() if random.random() < 0.5 else torch.inference_mode():
+            self.results.append(self.forward().sum().item())
+
+    def drop_a_graph(self, p):
+        self.results.append(self.forward().sum().item())
+
+    def gradient_beside_the_backward(self, p):
+        if self.model.inp.bias.requires_grad:
+            (gradient,) = torch.autograd.grad(self.forward().sum(), [self.model.inp.bias])
+            self.results.append(gradient.float().sum().item())
+
+    def write_gathered(self, p):
+        self.optimizer.synchronize()
+        section = orlop.gathered([p], write=True) if self.is_wrapped else contextlib.nullcontext()
+        with section, torch.no_grad():
+            p.mul_(0.5)
+
+    def write_a_row(self, p):
+        self.optimizer.synchronize()
+        if self.dtype != torch.float16:
+            p.data[0].zero_()
+
+    def load_weights(self, p):
+        self.model.load_state_dict({name: 0.5 * value for name, value in self.model.state_dict().items()})
+
+    def resume(self, p):
+        weights, states = (copy.deepcopy(x.state_dict()) for x in (self.model, self.optimizer))
+        self.optimizer.zero_grad()
+        self.optimizer.close()
+        self.new_model()
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(states)
+
+
+def operations_of(kind: type) -> list:
+    """Those with a `p`; what a loop mostly does counts more."""
+    names = [name for name in dir(kind) if not name.startswith("_")]
+    found = [getattr(kind, name) for name in names if callable(getattr(kind, name))]
+    found = [function for function in found if function.__code__.co_varnames[:2] == ("self", "p")]
+    return found + 4 * [kind.backward, kind.clipped_step]
+
+
+def run(kind: type, seed: int, dtype: torch.dtype, make) -> list:
+    """(operation, what was seen after it) of each."""
+    torch.manual_seed(seed)
+    script, operations = random.Random(seed), operations_of(kind)
+    loop, trace = kind(dtype, make), []
+    for _ in range(LENGTH):
+        operation, which, own = script.choice(operations), script.random(), script.randrange(1 << 30)
         random.seed(own)
         torch.manual_seed(own)
+        which = int(which * len(loop.params))
         try:
             operation(loop, loop.params[which])
         except orlop.UsageError as error:
@@ -159,32 +231,60 @@ def assert_same(got: list, expected: list) -> None:
         assert seen.keys() == other.keys()
         for name, value in seen.items():
             is_tensor = isinstance(value, torch.Tensor) and isinstance(other[name], torch.Tensor)
-            same = torch.equal(value, other[name]) if is_tensor else value == other[name]
+            same = torch.equal(value, other[name]) if is_tensor else str(value) == str(other[name])
             assert same, f"{name} after {done}: {value} != {other[name]}"
 
 
 @pytest.fixture
-def drives(tmp_path):
-    """Options with a directory of its own for each optimizer."""
-    folders = [tmp_path / str(i) for i in range(LENGTH)]
-    for folder in folders:
+def new_drive(tmp_path):
+    """Makes a directory for each optimizer."""
+
+    def new():
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-    return [{"nvme": [str(folder)], "states": "host"} for folder in folders]
+        return [str(folder)]
+
+    return new
 
 
+@DTYPES
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_bits_do_not_depend_on_where_states_live(monkeypatch, drives, dtype, seed):
-    def away(room):
-        return all_away(monkeypatch, room) if DEVICE == "cpu" else contextlib.nullcontext()
+def test_bits_do_not_depend_on_where_states_live(monkeypatch, new_drive, dtype, seed):
+    def trace(room=0, **options):
+        def make(groups):
+            nvme = new_drive() if options.get("nvme") else None
+            return orlop.AdamW(groups, lr=1e-2, gradients="leave", **{**options, "nvme": nvme})
 
-    with away(0):
-        expected = run(seed, dtype, [{"states": "host"}] * LENGTH)
-        assert_same(run(seed, dtype, drives), expected)
+        is_plain = DEVICE != "cpu" or room is None
+        with contextlib.nullcontext() if is_plain else all_away(monkeypatch, room):
+            return run(ParameterLoop, seed, dtype, make)
+
+    expected = trace(states="host")
+    assert_same(trace(states="host", nvme=True), expected)
     for room in (1 << 20, 9000):  # all of them, and some
-        with away(room):
-            assert_same(run(seed, dtype, [{"states": room}] * LENGTH), expected)
+        assert_same(trace(room, states=room), expected)
     if (
         DEVICE == "cpu" and dtype == torch.float32
     ):  # 16-bit gradients that stay are scaled where they are, and rounded
-        assert_same(run(seed, dtype, [{}] * LENGTH), expected)
+        assert_same(trace(None), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(5))
+def test_bits_do_not_depend_on_where_weights_live(new_drive, dtype, seed):
+    def plain(model):
+        return model, orlop.AdamW(model.parameters(), lr=1e-2, gradients="leave"), False
+
+    def wrapped(model, blocks, nvme=False, **options):
+        block = sum(p.nbytes for p in model.blocks[0].parameters())
+        config = {"limits": {"gpu": blocks * block}, **({"nvme": new_drive()} if nvme else {})}
+        return *orlop.wrap(model, {"lr": 1e-2, **options}, config), True
+
+    expected = run(ModelLoop, seed, dtype, plain)
+    for where in (
+        {"blocks": 2},
+        {"blocks": 4, "states": "host"},
+        {"blocks": 1 << 10},
+        {"blocks": 2, "nvme": True},
+    ):
+        assert_same(run(ModelLoop, seed, dtype, functools.partial(wrapped, **where)), expected)
