@@ -216,9 +216,8 @@ def run(kind: type, seed: int, dtype: torch.dtype, make) -> list:
             trace.append((operation.__name__, {"error": str(error)}))
         trace.append((f"{operation.__name__} {which}", loop.seen()))
     states = loop.optimizer.state_dict()["state"]
-    trace.append(
-        ("state_dict", {f"{key} {i}": copy.deepcopy(v) for i, s in states.items() for key, v in s.items()})
-    )
+    kept = {f"{key} {i}": v.cpu().clone() for i, state in states.items() for key, v in state.items()}
+    trace.append(("state_dict", kept))
     loop.optimizer.close()
     return trace
 
