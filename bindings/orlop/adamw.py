@@ -40,7 +40,7 @@ class AdamW(SlotSide, GradientSide, UpdateSide, StateSide, torch.optim.Optimizer
     Weights may be written between steps: under torch.no_grad(), through `p.data`, or by giving a parameter other `data`
     of its shape. The next step starts there, with the same bits wherever states live; in bf16 what the master has below
     the weight stays, at most half a unit in its last place. (No version counter tells of what is written through
-    `p.data` in place: on a GPU, changes of signs alone are not seen with states in host memory, nor is any with
+    `p.data` in place: on a GPU, changes of signs or order alone are not seen with states in host memory, nor is any with
     nonfinite="apply", nor in fp16 with states on the GPU.)
 
     module: hides the update under the next forward. step() returns at once, and each block of `module` waits

@@ -8,8 +8,8 @@ from .square_sums import SquareSums
 
 
 class WeightSums:
-    """The sums of squares of weights as their home has left them, and as the next step finds them. (A change of signs
-    alone they do not show.)"""
+    """The sums of squares of weights as their home has left them, and as the next step finds them. (Changes of
+    signs or order alone they need not show.)"""
 
     def __init__(self, device: torch.device):
         self._left, self._found = SquareSums(device), SquareSums(device)

@@ -174,7 +174,9 @@ class HostLink:
         return self.last
 
     def _is_pinned(self, address, size):
-        return any(begin <= address and address + size <= begin + length for begin, length in self.ranges)
+        return size == 0 or any(
+            begin <= address and address + size <= begin + length for begin, length in self.ranges
+        )
 
     def _check_pinned(self, tensors):
         """What the link copies is in memory that it was told to pin."""

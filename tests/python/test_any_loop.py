@@ -19,7 +19,7 @@ from host_link import all_away  # noqa: E402
 
 pytestmark = pytest.mark.any_device
 
-SHAPES = [(7, 5), (1,), (), (64, 33), (130,)]
+SHAPES = [(7, 5), (1,), (), (0, 3), (64, 33), (130,)]
 LENGTH = 40
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
