@@ -82,7 +82,7 @@ class Slot:
         states = {key: self.planes[key].clone() for key in MOMENT_KEYS}
         rest = MASTER_KEY[self.dtype]
         if rest is not None and self.param.dtype is self.dtype and self.version == self.param._version:
-            states[rest] = self.planes[rest].clone() if self.loaded_rest is None else self.loaded_rest
+            states[rest] = (self.planes[rest] if self.loaded_rest is None else self.loaded_rest).clone()
         return states
 
     def follow_weights(self) -> None:

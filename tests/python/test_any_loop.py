@@ -97,7 +97,9 @@ class ParameterLoop(Loop):
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self):
-        return self.make([{"params": self.params[:3]}, {"params": self.params[3:], "weight_decay": 0.0}])
+        first, later = self.params[: len(SHAPES)], self.params[len(SHAPES) :]
+        groups = [{"params": first[:3]}, {"params": first[3:], "weight_decay": 0.0}]
+        return self.make(groups + [{"params": [p], "lr": 1e-3} for p in later])
 
     def backward(self, p):
         used = [p for p in self.params if p.requires_grad and random.random() < 0.8]
@@ -118,6 +120,29 @@ class ParameterLoop(Loop):
         self.optimizer.synchronize()
         with torch.no_grad():
             p.mul_(0.5) if random.random() < 0.5 else p.zero_()
+
+    def change_order(self, p):
+        """Of the elements in memory."""
+        self.optimizer.synchronize()
+        if p.dim() == 2:
+            p.data = p.data.t().contiguous().t() if p.is_contiguous() else p.data.contiguous()
+
+    def change_dtype_and_back(self, p):
+        self.optimizer.synchronize()
+        p.data = p.data.float()
+        if random.random() < 0.5:
+            self.optimizer.master(p)
+        p.data = p.data.to(self.dtype)
+
+    def spoil_gradient(self, p):
+        """The next step is left out."""
+        if p.grad is not None:
+            p.grad.fill_(float("nan"))
+
+    def add_group(self, p):
+        if len(self.params) < 8:
+            self.params.append(torch.nn.Parameter(self.values((9, 4))))
+            self.optimizer.add_param_group({"params": self.params[-1:], "lr": 1e-3})
 
     def set_master(self, p):
         if p.requires_grad:
@@ -230,8 +255,15 @@ def assert_same(got: list, expected: list) -> None:
         assert seen.keys() == other.keys()
         for name, value in seen.items():
             is_tensor = isinstance(value, torch.Tensor) and isinstance(other[name], torch.Tensor)
-            same = torch.equal(value, other[name]) if is_tensor else str(value) == str(other[name])
+            same = equal(value, other[name]) if is_tensor else str(value) == str(other[name])
             assert same, f"{name} after {done}: {value} != {other[name]}"
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """A NaN equals a NaN."""
+    if not a.is_floating_point() or not torch.equal(a.isnan(), b.isnan()):
+        return torch.equal(a, b)
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and a.dtype == b.dtype
 
 
 @pytest.fixture
