@@ -101,12 +101,15 @@ class HostHome:
             slot.address = slot.param.data_ptr()
 
     def is_written(self) -> bool:
-        """Whether weights or master may have been written in place since the last call, as torch's version
-        counters tell; the memory of a user's own parameter may have been written without torch knowing."""
-        if not self.link or MASTER_KEY[self.dtype] is None:
+        """Whether fp16 weights or master may have been written in place since the last call, as torch's version
+        counters tell; the memory of a user's own parameter may have been written without torch knowing. (Others are
+        themselves of the master.)"""
+        if self.dtype != torch.float16:
+            return False
+        if not self.link:
             return True
         version = 0 if self.weights is None else self.weights._version  # on drives nobody else writes them
-        versions = version, self.planes[MASTER_KEY[self.dtype]]._version
+        versions = version, self.planes["master"]._version
         written, self._planes_seen = versions != self._planes_seen, versions
         return written
 

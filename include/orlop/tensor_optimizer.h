@@ -96,8 +96,8 @@ struct TensorUpdate {
   GradientView gradient;  // valid until the update has been waited for
   AdamHyper hyper;        // `seed` is ignored: it is the tensor's
   Fence arrived;
-  // Whether somebody else may have written weights or master in place since the last update; an
-  // fp16 master is brought up to that first, which is a pass over both.
+  // Of fp16: whether somebody else may have written weights or master in place since the last
+  // update; the master is brought up to that first, which is a pass over both.
   bool is_written = true;
 };
 

@@ -114,8 +114,6 @@ INSTANTIATE_TEST_SUITE_P(Formats, HalfTest,
                                            Format{"bf16", 8, bf16_to_float, float_to_bf16, 0x7f80}),
                          [](const auto& info) { return std::string(info.param.name); });
 
-#ifdef __FLT16_MAX__
-// The compiler's own type as a second witness.
 // Every value whose upper half is none of a NaN's comes back from its two planes, and a rest that
 // somebody left below a zero is none.
 TEST(Half, SplitValuesComeBack) {
@@ -136,6 +134,8 @@ TEST(Half, SplitValuesComeBack) {
   }
 }
 
+#ifdef __FLT16_MAX__
+// The compiler's own type as a second witness.
 TEST(Half, Fp16AgreesWithTheCompiler) {
   for (uint64_t bits = 0; bits <= 0xffffffffu; bits += 641) {
     const auto value = std::bit_cast<float>(static_cast<uint32_t>(bits));

@@ -57,8 +57,8 @@ class OwnedShard {
   void set_moments(int64_t i, float exp_avg, float exp_avg_sq);
   // The 16-bit compute copy as a float.
   float compute_copy(int64_t i) const;
-  void write_hi(int64_t i,
-                uint16_t bits);  // and leaves the rest, as who writes bf16 weights in place
+  // Leaves the rest as it is, as who writes bf16 weights in place.
+  void write_hi(int64_t i, uint16_t bits);
   uint16_t hi(int64_t i) const;
   uint16_t lo(int64_t i) const;
   // New gradients, the same for equal seeds.

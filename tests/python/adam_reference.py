@@ -46,6 +46,16 @@ def rounded(masters, dtype: torch.dtype) -> torch.Tensor:
     return masters.to(dtype)
 
 
+def masters_of_written(weights: torch.Tensor, masters: torch.Tensor) -> torch.Tensor:
+    """What fp32 masters are when somebody has written these weights (cpu tensors): the weights themselves where they
+    are others now; in bf16 with what each master had below them, none where that is negative beside a zero."""
+    if weights.dtype != torch.bfloat16:
+        return torch.where(rounded(masters, weights.dtype) == weights, masters, weights.float())
+    high = weights.view(torch.int16).int()
+    magnitude = ((high & 0x7FFF) << 16) + masters.contiguous().view(torch.int16)[..., ::2].int()
+    return ((high & 0x8000) << 16 | magnitude.clamp(min=0)).view(torch.float32)
+
+
 def parameters_of_both_equal_torch(device: str, accumulation: int, hidden: bool) -> None:
     """orlop.AdamW and torch.optim.AdamW on the same recorded gradients, summed and clipped: after 100 steps the
     fp32 weights differ by at most 1e-6 + 1e-5 of their value; norms by at most 1e-5 of theirs."""

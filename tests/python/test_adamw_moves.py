@@ -137,6 +137,24 @@ def test_masters_after_a_conversion():
     assert torch.equal(other.master(again.weight), optimizer.master(model.weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loaded_master_survives_a_move(tmp_path, away, dtype):
+    """It waits for the weights that belong to it; a move before these have come makes new room, on new drives."""
+    p = torch.nn.Parameter(torch.linspace(1, 2, 35).view(7, 5).to(dtype))
+    before = orlop.AdamW([p], lr=1e-2, states="host", nvme=[str(tmp_path / "a")])
+    for _ in range(2):
+        p.sum().backward()
+        step(before)
+    expected, saved = before.master(p), copy.deepcopy(before.state_dict())
+    before.close()
+    optimizer = orlop.AdamW([p], lr=1e-2, states="host", nvme=[str(tmp_path / "b")])
+    optimizer.load_state_dict(saved)
+    p.data = p.data.t().contiguous().t()
+    assert torch.equal(optimizer.master(p), expected)
+    assert not torch.equal(expected, p.float())
+    optimizer.close()
+
+
 def test_weights_that_lie_elsewhere_are_followed(away):
     """Case B-09: other `data` of the same kind, which no version counter tells of."""
     p = torch.nn.Parameter(torch.linspace(1, 2, 50))

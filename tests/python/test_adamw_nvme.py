@@ -412,30 +412,6 @@ def test_beside_a_device_that_takes_what_fits(tmp_path, monkeypatch, room):
     assert_no_files(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_loaded_master_survives_a_move_of_the_weights(tmp_path, monkeypatch, dtype):
-    """It waits for the weights that belong to it; a move before these have come makes new room, on new drives."""
-
-    def make(part):
-        return orlop.AdamW([p], lr=1e-2, states="host", nvme=drives(tmp_path / part))
-
-    with all_away(monkeypatch):
-        p = torch.nn.Parameter(torch.linspace(1, 2, 35).view(7, 5).to(dtype))
-        optimizer = make("a")
-        for _ in range(2):
-            p.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        expected, saved = optimizer.master(p), copy.deepcopy(optimizer.state_dict())
-        optimizer.close()
-        optimizer = make("b")
-        optimizer.load_state_dict(saved)
-        p.data = p.data.t().contiguous().t()
-        assert torch.equal(optimizer.master(p), expected)
-        assert not torch.equal(expected, p.float())
-        optimizer.close()
-
-
 # --- files and errors -----------------------------------------------------------------------------
 
 

@@ -371,40 +371,6 @@ def test_resume_is_exact_across_placements(monkeypatch, dtype, rooms):
     assert_equal(begin(rooms[1], saved)[1], straight)
 
 
-@pytest.mark.parametrize("seen", [True, False], ids=["seen", "data"])
-@DTYPES
-def test_writes_of_the_user_have_the_same_bits_everywhere(monkeypatch, dtype, seen):
-    """Case B-09: weights that are scaled, pruned and replaced between steps."""
-
-    def write(step, model, optimizer):
-        if step == 7:
-            return
-        optimizer.synchronize()
-        weight = model.blocks[step % 4].weight
-        with torch.no_grad():
-            target = weight if seen else weight.data
-            target[::2].mul_(0.5)
-            target[1].zero_()
-            target[3].copy_(torch.linspace(-1, 1, 40))
-        if step == 3:
-            model.out.bias.data = torch.linspace(-1, 1, 4).to(dtype)
-
-    def run(**options):
-        model = Model(dtype)
-        optimizer = orlop.AdamW(model.parameters(), lr=1e-2, gradients="leave", **options)
-        losses = train(model, optimizer, 8, between=write)
-        return losses, bits(optimizer), on_device(optimizer)
-
-    expected, states, _ = run()
-    # (What is written to fp16 weights through `data` is not seen there.)
-    rooms = [0, 1 << 20] if seen or dtype != torch.float16 else [0]
-    for room in rooms:
-        with all_away(monkeypatch, room):
-            losses, got, up = run(states="auto" if room else "host")
-        assert losses == expected and bool(up) == bool(room)
-        assert_equal(got, states)
-
-
 @DTYPES
 def test_weights_that_somebody_writes(monkeypatch, dtype):
     """Case B-09: a write in place, a master that is set, a plane that is replaced: where the next step starts."""

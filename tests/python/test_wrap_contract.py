@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from wrap_model import DEVICE, Model, batch, plain, streamed, train, weights  # noqa: E402
 
 import orlop  # noqa: E402
-from adam_reference import rounded  # noqa: E402
+from adam_reference import masters_of_written  # noqa: E402
 from orlop.wrapping import stream_of  # noqa: E402
 
 pytestmark = pytest.mark.any_device
@@ -154,12 +154,14 @@ def test_edit_after_a_resume_is_the_master():
     model, optimizer = streamed(Model(dtype=torch.bfloat16))
     train(model, optimizer, 4)
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before = optimizer.master(model.blocks[2].weight).cpu()
     model, optimizer = streamed(Model(dtype=torch.bfloat16))
     optimizer.load_state_dict(saved[1])
     model.load_state_dict(saved[0])
     with orlop.gathered(model.blocks[2], write=True), torch.no_grad():
         model.blocks[2].weight.fill_(0.0)
-    assert not rounded(optimizer.master(model.blocks[2].weight), torch.bfloat16).any()
+    master = optimizer.master(model.blocks[2].weight).cpu()
+    assert torch.equal(master, masters_of_written(torch.zeros(24, 24, dtype=torch.bfloat16), before))
 
 
 # --- writes inside a forward --------------------------------------------------------------------
@@ -201,6 +203,19 @@ def test_write_inside_the_forward_of_a_block_stays(how, dtype):
     (losses, got), (expected, wanted) = run(streamed), run(plain)
     assert losses == expected
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_write_inside_a_forward_is_the_master_in_bf16():
+    """Before any step."""
+    model, optimizer = streamed(Model(dtype=torch.bfloat16))
+    train(model, optimizer, 3)
+    model.blocks[1].register_forward_pre_hook(halve)
+    before, masters = weights(model)["blocks.1.weight"], optimizer.master(model.blocks[1].weight).cpu()
+    model(batch(3, torch.bfloat16)).float().square().mean().backward()
+    assert torch.equal(weights(model)["blocks.1.weight"], 0.5 * before)
+    assert torch.equal(
+        optimizer.master(model.blocks[1].weight).cpu(), masters_of_written(0.5 * before, masters)
+    )
 
 
 def test_write_inside_an_evaluation_stays():
