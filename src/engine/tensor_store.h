@@ -72,6 +72,7 @@ void write_master(const AdamShard& states, std::span<const float> values);
 // states live: elements of an fp16 copy that are no longer the rounded master become the master;
 // bf16 and fp32 weights are themselves of the master, beside whose bf16 a rest may stay that is at
 // most half a unit in the last place (orlop/cpu_adam.h).
+//
 // `weights` (in the compute dtype) become the compute copy. Returns whether anything else changed.
 bool adopt_weights(const AdamShard& states, const void* weights);
 // The compute copy was written in place. Returns whether anything changed.
